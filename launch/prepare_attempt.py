@@ -20,8 +20,9 @@ import msgspec
 
 from telescope._launch.slurm import queue
 from telescope.config.run import RunConfig
-from telescope.runlog import attempts, checkpoints, holder
+from telescope.runlog import attempts, checkpoints, holder, opening
 from telescope.runlog.attempts import CountedRows, Lineage, read_rows, write_lineage
+from telescope.runlog.files import DamagedFile
 from telescope.runlog.identity import read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 
@@ -100,8 +101,10 @@ def _read_rows(folder: Path) -> tuple[CountedRows, ...]:
     rows = checkpoints.orchestrator_part(folder) / ROWS
     try:
         return read_rows(rows)
-    except (OSError, ValueError) as error:  # a DecodeError is a ValueError, and so is text that is not UTF-8
-        raise CannotResume(f"{rows} can't be read ({error}): remove the folder {folder} and take an earlier step") from error
+    except FileNotFoundError as error:
+        raise CannotResume(f"{rows} is missing: remove the folder {folder} and take an earlier step") from error
+    except DamagedFile as error:
+        raise CannotResume(f"{error}: remove the folder {folder} and take an earlier step") from error
 
 
 @contextlib.contextmanager
@@ -124,8 +127,9 @@ def lock_attempts(run: RunDirectory) -> Iterator[None]:
 
 def refuse_alive(run: RunDirectory) -> None:
     """Raises `CannotResume` while the run may still be going on."""
-    found = holder.read_holder(run)
-    if found is None or run.exit_json.exists():
+    seen = opening.look(run)
+    found = seen.holder
+    if found is None or seen.has_ended:
         return
     match holder.find_state(found):
         case "alive":
@@ -142,15 +146,15 @@ def refuse_alive(run: RunDirectory) -> None:
 def refuse_queued(run: RunDirectory) -> None:
     """Raises `CannotResume` where a job of the run waits or runs, or nobody can say that none does: two attempts would write
     into one directory."""
-    submission = attempts.read_submission(run)
-    if submission is None or not submission.job_id:
+    seen = opening.look(run)
+    if not seen.job:
         return
-    job, silent = submission.job_id, ""
+    job, silent = seen.job, ""
     try:
-        state = queue.query_states([job]).get(job, "")
+        state = queue.query_state(job)
     except queue.SlurmSilent as error:
         state, silent = "", str(error)
-    stage = queue.find_stage(run, state)
+    stage = queue.find_stage(seen.last_of_job, state)
     if stage in ("waiting", "running"):
         raise CannotResume(f"{run.path} has job {job} in Slurm, which is {state}: `scancel {job}` ends it, if that is meant")
     if stage == "unknown" and silent:

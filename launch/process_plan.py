@@ -17,6 +17,7 @@ import msgspec
 from telescope._launch.host_placement import Counts, Demand, place_alone, place_apart, place_on_cores, place_sharing
 from telescope.config.secrets import find_missing, find_references, has_reference
 from telescope.records import Record
+from telescope.runlog.files import read_json
 from telescope.runlog.layout import write_atomically
 from telescope.wire.supervisor_channel import DESCRIPTOR
 
@@ -346,7 +347,8 @@ def write_plan(plan: LaunchPlan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> LaunchPlan:
-    return msgspec.json.decode(path.read_bytes(), type=LaunchPlan)
+    """Raises FileNotFoundError and `DamagedFile`."""
+    return read_json(path, LaunchPlan)
 
 
 def _refuse_owned_variables(variables: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
 from telescope._launch.causes import read_tail_text
-from telescope.runlog.ending import read_object
+from telescope.runlog.files import read_object
 from telescope.runlog.layout import RunDirectory
 
 PLAIN_EVERY_S = 1.0

@@ -48,7 +48,7 @@ from telescope._launch.server_restarts import ServerRestarts
 from telescope._launch.unblocked_output import count_dropped_lines, drain_output, unblock_output
 from telescope.exit_codes import COMPONENT_FAILED, DONE, ERROR, STOPPED
 from telescope.runlog import temporary
-from telescope.runlog.ending import read_object
+from telescope.runlog.files import read_object
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights.transports import shared_memory
 from telescope.wire.security import make_keys

@@ -48,6 +48,7 @@ from telescope._launch.unblocked_output import unblock_output
 from telescope.exit_codes import COMPONENT_FAILED, ERROR
 from telescope.runlog import temporary
 from telescope.runlog.attempts import put_aside
+from telescope.runlog.files import DamagedFile
 from telescope.runlog.identity import RunIdentity, read_identity
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse, write_atomically
 from telescope.weights.transports import shared_memory
@@ -356,7 +357,7 @@ def make_own_directory(directory: RunDirectory, run_id: str) -> None:
 def _read_identity(directory: RunDirectory) -> RunIdentity | None:
     try:
         return read_identity(directory)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, DamagedFile):
         return None
 
 

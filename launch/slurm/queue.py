@@ -9,12 +9,12 @@ import logging
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from telescope._launch.slurm.requeueing import JobFacts
-from telescope.runlog.attempts import read_attempts, read_submission
-from telescope.runlog.layout import RunDirectory
+from telescope.runlog.attempts import Attempt
+from telescope.runlog.opening import RunLook
 
 log = logging.getLogger(__name__)
 
@@ -42,38 +42,52 @@ def ask(*command: str, timeout_s: float = CLIENT_S) -> str:
     return done.stdout
 
 
-def query_states(job_ids: Iterable[str]) -> dict[str, str]:
-    """The state of each job that Slurm still knows, e.g. `{"12": "RUNNING", "13_0": "PENDING"}`. Raises `SlurmSilent`."""
+class QueuedJob(NamedTuple):
+    """A job that Slurm still knows: `RUNNING`, or `PENDING` for a reason in Slurm's own word, e.g. `Resources`."""
+
+    state: str
+    reason: str = ""
+
+
+def query_jobs(job_ids: Iterable[str]) -> dict[str, QueuedJob]:
+    """Those that Slurm still knows, e.g. `{"12": QueuedJob("PENDING", "Priority")}`. Raises `SlurmSilent`."""
     wanted = sorted(set(job_ids))
     if not wanted:
         return {}
-    lines = ask("squeue", "--all", "--array", "--noheader", "--states=all", "--format=%i|%T").splitlines()
-    known = dict(line.split("|", 1) for line in lines if "|" in line)
-    return {job: state for job in wanted if (state := known.get(job) or known.get(f"{job}+0"))}
+    lines = ask("squeue", "--all", "--array", "--noheader", "--states=all", "--format=%i|%T|%r").splitlines()
+    known: dict[str, QueuedJob] = {}
+    for line in lines:
+        job, _, told = line.partition("|")
+        state, _, reason = told.partition("|")
+        known[job] = QueuedJob(state, "" if reason in NO_TIME else reason)
+    return {job: found for job in wanted if (found := known.get(job) or known.get(f"{job}+0"))}
 
 
-def describe_state(run: RunDirectory, known: dict[str, str]) -> str:
+def query_state(job_id: str) -> str:
+    """Empty where Slurm does not know the job any more. Raises `SlurmSilent`."""
+    return query_jobs([job_id]).get(job_id, QueuedJob("")).state
+
+
+def describe_state(seen: RunLook, known: Mapping[str, QueuedJob]) -> str:
     """How a submitted run stands in a word: Slurm's own while it has one, else what the run wrote down last.
 
-    `known` is what `states` found. Empty for a run that was not submitted; `not submitted` after a dry run; `unknown` where a
-    run began and nobody saw its end."""
-    submission = read_submission(run)
-    if submission is None:
-        return ""
-    if not submission.job_id:
-        return "not submitted"
-    state = known.get(submission.job_id, "")
-    attempts = read_attempts(run)
-    if attempts and attempts[-1].why and not (attempts[-1].requeued and state):
-        return attempts[-1].why
-    return state.lower() or "unknown"
+    `known` is what `query_jobs` found. A job that waits says why, e.g. `pending: Resources`.
+    Empty for a run that was not submitted; `not submitted` after a dry run; `unknown` where a run began and nobody saw its
+    end."""
+    if not seen.job:
+        return "not submitted" if seen.submission is not None else ""
+    state, reason = known.get(seen.job, QueuedJob(""))
+    last = seen.last_of_job
+    if last is not None and last.why and not (last.requeued and state):
+        return last.why
+    return f"{state.lower() or 'unknown'}{f': {reason}' if reason and state in AHEAD else ''}"
 
 
-def find_stage(run: RunDirectory, state: str) -> Literal["waiting", "running", "over", "unknown"]:
-    """How the job of a submitted run stands as a whole; `state` is Slurm's, empty where it has none or does not say.
+def find_stage(last: Attempt | None, state: str) -> Literal["waiting", "running", "over", "unknown"]:
+    """How the job of a submitted run stands as a whole; `state` is Slurm's, empty where it has none or does not say;
+    `last`: the latest attempt of this job. Those of a job before it, which the run was submitted as once, say nothing of it.
 
     Between two attempts `exit.json` is the last one's, and the run is not over: what Slurm says goes first."""
-    last = next(reversed(read_attempts(run)), None)
     ended = last is not None and bool(last.why)
     if state in AHEAD or (state == "COMPLETING" and last is not None and last.requeued):
         return "waiting"
@@ -105,6 +119,11 @@ def query_job(job_id: str, nodes: Sequence[str], restarts: int, said: Iterable[s
 def requeue(job_id: str) -> None:
     """Raises `SlurmSilent`."""
     ask("scontrol", "requeue", job_id)
+
+
+def ask_to_stop(job_id: str) -> None:
+    """The batch process alone, as Ctrl-C would: its steps go on until it ends them. Raises `SlurmSilent`."""
+    ask("scancel", "--batch", "--signal=INT", job_id)
 
 
 def cancel(*job_ids: str) -> None:

@@ -29,7 +29,12 @@ DRY_RUN_SCRIPT = "submission.sh"
 
 
 class SubmitRefused(RuntimeError):
-    """The runs could not be submitted; the text is a sentence with the remedy."""
+    """The runs could not be submitted; the text is a sentence with the remedy. `left_queued`: a job of them is in the queue all
+    the same, and could not be taken back."""
+
+    def __init__(self, text: str, *, left_queued: bool = False) -> None:
+        super().__init__(text)
+        self.left_queued = left_queued
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,8 @@ def _cancel_half_submitted(jobs: Sequence[str], error: OSError) -> SubmitRefused
     try:
         queue.cancel(*jobs)
     except queue.SlurmSilent as silent:
-        return SubmitRefused(f"{accepted}, and which could not be taken back ({silent}): scancel {' '.join(jobs)}")
+        said = f"{accepted}, and which could not be taken back ({silent}): scancel {' '.join(jobs)}"
+        return SubmitRefused(said, left_queued=True)
     return SubmitRefused(f"{accepted}: it was cancelled")
 
 

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from telescope.backends.base import CheckpointUnfit
 from telescope.cli.arguments import above_zero
 from telescope.config.models import ModelNotFound, model_folder, model_source
-from telescope.config.run import load_run
 from telescope.config.sections import LoraSettings, ModelSettings
-from telescope.runlog import checkpoints
+from telescope.runlog import checkpoints, opening
 from telescope.runlog.layout import RunDirectory
 
 if TYPE_CHECKING:
@@ -88,9 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def export_all(run: RunDirectory, step: int | str, to: Path, wanted: Wanted, directory: Path | None = None) -> Iterator[str]:
     """One sentence a folder written. Raises `ExportRefused`, `CheckpointUnfit`, `CheckpointUnreadable`, OSError."""
-    if not run.config_json.is_file():
-        raise ExportRefused(f"{run.path} has no config.json: give --run-dir a run directory")
-    config = load_run(run.config_json)
+    config = opening.read(run)
     root = directory or checkpoints.root(run, config.checkpoint.dir)
     if step == "all":
         found = checkpoints.steps(root) or [checkpoints.read(checkpoints.find(root)).step]

@@ -16,7 +16,7 @@ from pathlib import Path
 from telescope._launch.process_plan import LaunchPlan, PlanError, describe_shared_gpus, make_plan
 from telescope._launch.this_host import inspect_this_host
 from telescope.compose.load import UsageError, load_points, places_for
-from telescope.config.run import RunConfig, load_run
+from telescope.config.run import RunConfig
 from telescope.config.words import ConfigError
 from telescope.flow.staleness import explain
 from telescope.maths.memory import ModelShape
@@ -62,6 +62,7 @@ from telescope.planning.report import (
     plan_nodes,
     read_hosts,
 )
+from telescope.runlog import opening
 from telescope.runlog.layout import RunDirectory
 
 OK, CONFIG_ERROR, USAGE = 0, 1, 2
@@ -216,10 +217,8 @@ def _calibration(folder: str | None) -> Calibration | None:
     if folder is None:
         return None
     run = RunDirectory(Path(folder))
-    if not run.config_json.is_file():
-        raise Uncalibratable(f"--calibrate {folder}: that is no run directory, as it has no config.json")
     try:
-        config = load_run(run.config_json)
+        config = opening.read(run)
         return calibrate(run, ranks=config.cluster.trainer_num_workers, epochs=config.trainer.epochs_per_batch)
     except (OSError, ValueError) as error:
         raise Uncalibratable(f"--calibrate {folder}: {error}") from error

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from telescope.cli.arguments import from_one
 from telescope.flow.replay import JournalDamaged, Replay, replay
+from telescope.runlog.files import DamagedFile, open_file
 from telescope.runlog.journal import journal_lines
 from telescope.runlog.layout import RunDirectory
 
@@ -63,8 +64,11 @@ def _journal(run_dir: Path) -> int:
     try:
         found = replay(journal_lines(journal))
         torn = is_torn(journal)
-    except OSError as error:
-        sys.stderr.write(f"cannot read {journal}: {error.strerror}; is {run_dir} a run directory?\n")
+    except FileNotFoundError:
+        sys.stderr.write(f"{journal} is not there; is {run_dir} a run directory?\n")
+        return 1
+    except DamagedFile as error:
+        sys.stderr.write(f"{error}\n")
         return 1
     except JournalDamaged as error:
         sys.stderr.write(f"{journal}: {error}\n")
@@ -83,7 +87,7 @@ def describe(found: Replay, torn: bool) -> str:
 
 def is_torn(journal: Path) -> bool:
     """Whether the writer was stopped in the middle of the last line."""
-    with journal.open("rb") as file:
+    with open_file(journal) as file:
         file.seek(0, 2)
         if file.tell() == 0:
             return False

@@ -17,10 +17,10 @@ import numpy as np
 
 from telescope.backends.base import Job, StepResult, TrainShard, World
 from telescope.backends.common import shards
-from telescope.config.run import RunConfig, load_run
+from telescope.config.run import RunConfig
 from telescope.maths import dealing
 from telescope.records import TrainItem
-from telescope.runlog import checkpoints, kept_steps
+from telescope.runlog import checkpoints, kept_steps, opening
 from telescope.runlog.attempts import attempt_that_trained
 from telescope.runlog.layout import RunDirectory
 from telescope.trainer.main import job as job_of
@@ -35,22 +35,20 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     with a model in the format of Hugging Face; None: the run's own checkpoint of the step before, or else the model that it
     began with.
 
-    Raises `kept_steps.NothingKept`, `CannotReplay`, `CheckpointUnreadable`, and what building the backend raises.
+    Raises `kept_steps.NothingKept`, `CannotReplay`, `CheckpointUnreadable`, `NotARun`, `DamagedFile`,
+    and what building the backend raises.
     """
     parts, run = kept_steps.read(run, step), kept_steps.find(run, step)
-    try:
-        config = load_run(run.config_json)
-    except (OSError, ValueError) as error:
-        raise CannotReplay(f"the configuration of {run.path} can't be used: {error}") from error
+    config = opening.read(run)
     whole = together(parts)
     broken = list(broken_inputs(whole))
     first = parts[0].header
     doubt = ""
     if weights is None:
         weights, doubt = _checkpoint(run, config, step - 1)
-    opening = [*_opening(run, first, whole, weights or f"{config.model.name}, as the run began"), *filter(None, [doubt])]
+    said = [*_opening(run, first, whole, weights or f"{config.model.name}, as the run began"), *filter(None, [doubt])]
     if any("log-prob" in line for line in broken):
-        return False, "\n".join([*opening, *broken, "A loss without them can't be computed, so nothing was run."])
+        return False, "\n".join([*said, *broken, "A loss without them can't be computed, so nothing was run."])
     world = _world(device, config)
     own = share(whole, world, config.trainer.seq_len)
     backend = config.backend.alone().build(_job(config, world, weights, first.loss_scale))
@@ -59,7 +57,7 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     finally:
         backend.close()
     finite = not broken and all(map(math.isfinite, result.metrics.values()))
-    return finite, "" if world.rank else "\n".join([*opening, *broken, *_outcome(result)])
+    return finite, "" if world.rank else "\n".join([*said, *broken, *_outcome(result)])
 
 
 def together(parts: Sequence[kept_steps.KeptShard]) -> TrainShard:

@@ -14,7 +14,8 @@ from typing import Any
 from telescope.cli.start import CONFIG_ERROR, RunOrder, find_obstacles, join_run, make_plan_here, run_one, say
 from telescope.cli.submitting import submit_all
 from telescope.config.words import nearest
-from telescope.runlog.ending import read_object
+from telescope.runlog import opening
+from telescope.runlog.files import DamagedFile
 from telescope.runlog.layout import RunDirectory
 
 GROUPS = ("env", "experiment")
@@ -30,23 +31,23 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
     from telescope._launch.process_plan import PlanError, describe_shared_gpus
     from telescope.config.conflicts import warnings
     from telescope.config.models import hub_problem
-    from telescope.config.run import as_json
+    from telescope.config.run import as_json, refuse_other_meaning
     from telescope.config.validate import validate
     from telescope.config.words import ConfigError
 
     run = RunDirectory(path.absolute())
-    settings = dict(read_object(run.config_json))
-    if not settings:
-        say(f"{path} has no config.json that can be read: it is no run directory")
+    changes = _changes(overrides)
+    try:
+        written = opening.go_on(run).settings
+        settings = {**written, "checkpoint": {**written.get("checkpoint", {}), "resume": True}, "run_dir": str(run.path)}
+        as_begun, _ = validate(settings)
+        if as_begun is not None:  # with the defaults of settings that are younger than the run, which may be set too
+            refuse_other_meaning(run.config_json, {**written, "checkpoint": {}, "run_dir": str(run.path)}, as_begun)
+            settings = as_json(as_begun)
+    except (opening.NotARun, DamagedFile) as error:
+        say(f"{error}\nNothing was started.")
         return CONFIG_ERROR
-    for name in ("format", "config_hash"):
-        settings.pop(name, None)
-    settings["checkpoint"] = {**settings.get("checkpoint", {}), "resume": True}
-    settings["run_dir"] = str(run.path)
-    as_begun, _ = validate(settings)
-    if as_begun is not None:  # with the defaults of settings that are younger than the run, which may be set too
-        settings = as_json(as_begun)
-    for place, value in _changes(overrides):
+    for place, value in changes:
         if place == "run_dir":
             raise WrongOverride(f"run_dir={value} can't be given: a run goes on in its own directory, {run.path}")
         _put(settings, place, value)

@@ -31,8 +31,8 @@ from telescope.cli.start import (
 )
 from telescope.cli.submitting import submit_all
 from telescope.exit_codes import BY_SIGNAL
-from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.opening import look
 
 if TYPE_CHECKING:
     from telescope.cli.sweep import Sweep
@@ -248,7 +248,7 @@ def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | No
 
 def _interrupted(order: RunOrder) -> bool:
     """Whether a signal came while the run was ending by itself: then its exit code tells of that end."""
-    return read_object(RunDirectory(Path(str(order.config.run_dir))).exit_json).get("interrupted") is not None
+    return look(RunDirectory(Path(str(order.config.run_dir)))).exit.interrupted is not None
 
 
 def _grouped(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:

@@ -9,28 +9,43 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
-from telescope._launch.slurm.queue import SlurmSilent, cancel, describe_state, find_stage, query_states
+from telescope._launch.slurm.queue import (
+    QueuedJob,
+    SlurmSilent,
+    ask_to_stop,
+    cancel,
+    describe_state,
+    find_stage,
+    query_jobs,
+    query_state,
+)
 from telescope.cli.arguments import from_one, from_zero
+from telescope.cli.sweep import Sweep
 from telescope.exit_codes import STOPS
-from telescope.runlog.attempts import read_submission
-from telescope.runlog.ending import read_object
-from telescope.runlog.ending import reason as reason_of
-from telescope.runlog.holder import find_state, read_holder, stop
+from telescope.runlog.files import DamagedFile, open_file
+from telescope.runlog.holder import find_state, stop
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.opening import RunLook, is_run, look
 
 OK, FAILED, USAGE = 0, 1, 2
 DEPTH = 2
 """A sweep's runs lie one folder deeper than others."""
+PIECE = 4 << 20
+"""Of a log, at a time."""
 LOOK_S = 0.25
 """Between two looks at a file that grows."""
+JOB_LOOK_S = 1.0
+"""Between two questions to Slurm."""
 FRESH_S = 60.0
 """A run on another host goes on if its status is younger than this."""
 
@@ -49,6 +64,8 @@ class RunStatus:
     changed: float
     job: str = ""
     """Of Slurm, with its state: `12_3 pending`; empty for a run that was started on a host."""
+    damaged: tuple[str, ...] = ()
+    """A sentence a file that can't be used; what it would have said is missing above."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -91,22 +108,35 @@ def _list(asked: argparse.Namespace) -> int:
     if not asked.folder.is_dir():
         sys.stderr.write(f"{asked.folder}: there is no such folder; `list FOLDER` names another\n")
         return FAILED
-    runs = list(runs_below(asked.folder))
+    runs = [look(run) for run in runs_below(asked.folder)]
     if not runs:
         sys.stderr.write(_nothing(asked.folder))
     jobs = job_states(runs)
-    found = sorted((run_status(run, jobs) for run in runs), key=lambda one: one.changed)
+    found = sorted((run_status(seen, jobs) for seen in runs), key=lambda one: one.changed)
     if asked.json:
         for one in found:
             sys.stdout.write(json.dumps(_as_json(one)) + "\n")
         return OK
-    sys.stdout.write("\n".join([f"{'state':<8} {'step':>11} {'reward':>8}  run", *map(_line, found)]) + "\n")
+    tables = _sweep_table(asked.folder)
+    sys.stdout.write("\n".join([f"{'state':<8} {'step':>11} {'reward':>8}  run", *map(_line, found), *tables]) + "\n")
     return OK
+
+
+def _sweep_table(folder: Path) -> list[str]:
+    """Of a sweep's own folder; its points in Slurm have ended since sweep.json was written."""
+    try:
+        sweep = Sweep.load(folder)
+    except FileNotFoundError:
+        return []
+    except DamagedFile as error:
+        return [str(error)]
+    sweep.collect()
+    return ["", sweep.table()]
 
 
 def _nothing(folder: Path) -> str:
     """Why a list is empty."""
-    whole = next((above for above in folder.absolute().parents if (above / "run.json").exists()), None)
+    whole = next((above for above in folder.absolute().parents if is_run(above)), None)
     if whole is not None:
         return f"{folder} is a part of the run {whole}, not a folder of runs: `list {whole}` shows how it stands\n"
     return f"{folder}: there is no run in it, nor in a folder of it; `list FOLDER` names another\n"
@@ -114,46 +144,47 @@ def _nothing(folder: Path) -> str:
 
 def runs_below(folder: Path, depth: int = DEPTH) -> Iterator[RunDirectory]:
     """Those in a folder, and the points of sweeps in it; of a run directory itself that run."""
-    if (folder / "run.json").exists():
+    if is_run(folder):
         yield RunDirectory(folder)
         return
     for path in sorted(folder.iterdir()):
-        if (path / "run.json").exists():
+        if is_run(path):
             yield RunDirectory(path)
         elif depth > 1 and path.is_dir() and not path.is_symlink():
             yield from runs_below(path, depth - 1)
 
 
-def job_states(runs: Sequence[RunDirectory]) -> dict[str, str]:
+def job_states(runs: Sequence[RunLook]) -> dict[str, QueuedJob]:
     """Slurm's states of the runs' jobs; empty where none was submitted or Slurm does not answer here."""
-    submissions = [read_submission(run) for run in runs]
-    ids = [found.job_id for found in submissions if found is not None and found.job_id]
+    ids = [seen.job for seen in runs if seen.job]
     try:
-        return query_states(ids) if ids else {}
+        return query_jobs(ids)
     except SlurmSilent as error:
         sys.stderr.write(f"the states of Slurm jobs are not shown: {error}\n")
         return {}
 
 
-def run_status(run: RunDirectory, jobs: Mapping[str, str] = MappingProxyType({})) -> RunStatus:
-    status, ended, summary = (read_object(path) for path in (run.status_json, run.exit_json, run.summary_json))
+def run_status(seen: RunLook, jobs: Mapping[str, QueuedJob] = MappingProxyType({})) -> RunStatus:
+    run, status = seen.run, seen.status
     changed = max((path.stat().st_mtime for path in (run.status_json, run.run_json) if path.exists()), default=0.0)
-    submission = read_submission(run)
-    known = jobs.get(submission.job_id, "") if submission is not None else ""
-    stage = find_stage(run, known) if known else "unknown"
-    state = stage if stage in ("waiting", "running") else _state_of_files(run, ended, changed, over=stage == "over")
-    reason = reason_of(run) if state in ("failed", "stopped") else ""
-    reward = summary.get("reward_mean_last", status.get("reward"))
-    job = "" if submission is None else f"{submission.job_id} {describe_state(run, dict(jobs))}".strip()
-    return RunStatus(run, state, status.get("step"), status.get("steps"), reward, reason, changed, job)
+    known = jobs.get(seen.job, QueuedJob("")).state
+    stage = find_stage(seen.last_of_job, known) if known else "unknown"
+    state = stage if stage in ("waiting", "running") else _state_of_files(seen, changed, over=stage == "over")
+    reason = seen.reason if state in ("failed", "stopped") else ""
+    reward = seen.summary.get("reward_mean_last", status.reward)
+    job = f"{seen.job} {describe_state(seen, jobs)}".strip()
+    damaged = tuple(map(str, seen.damaged))
+    return RunStatus(run, state, status.step, status.steps, reward, reason, changed, job, damaged)
 
 
-def _state_of_files(run: RunDirectory, ended: Mapping[str, Any], changed: float, *, over: bool) -> str:
+def _state_of_files(seen: RunLook, changed: float, *, over: bool) -> str:
     """What the run directory alone says; `over`: its job is known to be gone."""
-    code = _code(ended)
+    code = seen.exit.ended
     if code is not None:
         return "done" if code == 0 else "stopped" if code in STOPS else "failed"
-    holder = read_holder(run)
+    holder = seen.holder
+    if holder is None and seen.blames(seen.run.holder_json):
+        return "lost"
     if holder is None:  # a job that was gone before it began never wrote an end
         return "failed" if over else "waiting"
     here = find_state(holder)
@@ -161,16 +192,10 @@ def _state_of_files(run: RunDirectory, ended: Mapping[str, Any], changed: float,
     return "running" if goes_on else "lost"
 
 
-def _code(ended: Mapping[str, Any]) -> int | None:
-    """What `exit.json` says."""
-    code: int | None = ended.get("exit_code", ended.get("code"))
-    return code
-
-
 def _line(one: RunStatus) -> str:
     step = "-" if one.step is None else f"{one.step}/{one.steps}" if one.steps else str(one.step)
     reward = f"{one.reward:.3f}" if isinstance(one.reward, int | float) else "-"
-    more = [text for text in (f"job {one.job}" if one.job else "", one.reason) if text]
+    more = [text for text in (f"job {one.job}" if one.job else "", one.reason, *one.damaged) if text]
     return f"{one.state:<8} {step:>11} {reward:>8}  {one.run.path}{_bracketed(more)}"
 
 
@@ -187,6 +212,7 @@ def _as_json(one: RunStatus) -> dict[str, Any]:
         "reward": one.reward,
         "reason": one.reason,
         "job": one.job,
+        "damaged": one.damaged,
     }
 
 
@@ -196,18 +222,25 @@ def _as_json(one: RunStatus) -> dict[str, Any]:
 def _tail(asked: argparse.Namespace) -> int:
     run = RunDirectory(asked.run)
     log = run.log(asked.process)
-    if not log.exists():
+    try:
+        opened = open_file(log)
+    except FileNotFoundError:
         if not log.parent.is_dir() and not run.config_json.exists():
             sys.stderr.write(f"{asked.run} is no run directory: it has neither logs nor config.json\n")
             return FAILED
         there = ", ".join(sorted(path.stem for path in log.parent.glob("*.log"))) or "none yet"
         sys.stderr.write(f"{asked.run} has no log of {asked.process}; there are: {there}\n")
         return FAILED
-    with log.open(encoding="utf-8", errors="replace") as file:
-        sys.stdout.write("".join(file.readlines()[-asked.lines :]))
-        while not asked.once:
-            over = run_status(run).state != "running"  # before the last look: what it wrote at its end is seen too
-            sys.stdout.write(file.read())
+    except DamagedFile as error:
+        sys.stderr.write(f"{error}\n")
+        return FAILED
+    with opened:
+        _go_to_last_lines(opened, asked.lines)
+        file = TextIOWrapper(opened, encoding="utf-8", errors="replace")
+        while True:
+            over = asked.once or run_status(look(run)).state != "running"  # before the last look: its last words are seen too
+            while piece := file.read(PIECE):
+                sys.stdout.write(piece)
             sys.stdout.flush()
             if over:
                 break
@@ -215,18 +248,29 @@ def _tail(asked: argparse.Namespace) -> int:
     return OK
 
 
+def _go_to_last_lines(file: BinaryIO, lines: int) -> None:
+    """To where the last `lines` begin: not before the last `PIECE` bytes, in which a log has thousands."""
+    begin = max(0, file.seek(0, os.SEEK_END) - PIECE)
+    file.seek(begin)
+    held = file.read(PIECE)
+    found = held.splitlines(keepends=True)
+    file.seek(begin + len(held) - sum(map(len, found[-lines:])))
+
+
 # ---- stop
 
 
 def _stop(asked: argparse.Namespace) -> int:
     run = RunDirectory(asked.run)
-    holder, submission = read_holder(run), read_submission(run)
-    if submission is not None and submission.job_id:
-        return _stop_job(run, submission.job_id)
-    if run.exit_json.exists():
+    seen = look(run)
+    holder = seen.holder
+    if seen.job:
+        return _stop_job(seen, asked.timeout)
+    if seen.has_ended:
         return _has_ended(run)
     if holder is None:
-        sys.stderr.write(f"{asked.run} is not watched by any process: it never started, or this is no run directory\n")
+        named = "; ".join(map(str, seen.damaged)) or "it never started, or this is no run directory"
+        sys.stderr.write(f"{asked.run} is not known to be watched by any process: {named}\n")
         return FAILED
     if find_state(holder) == "elsewhere":
         sys.stderr.write(f"{asked.run} is watched by process {holder.pid} on {holder.host}: stop it there\n")
@@ -264,15 +308,30 @@ def _has_ended(run: RunDirectory) -> int:
     return OK
 
 
-def _stop_job(run: RunDirectory, job: str) -> int:
-    """Cancel it, between two attempts too: there the run directory has the end of the last one."""
+def _stop_job(seen: RunLook, timeout_s: float) -> int:
+    """A job that runs is asked to stop in good order, and its end is waited for; one that waits, between two attempts too, is
+    taken out of the queue."""
+    run, job = seen.run, seen.job
     try:
-        stage = find_stage(run, query_states([job]).get(job, ""))
-        if stage == "over" or (stage == "unknown" and run.exit_json.exists()):  # long gone: Slurm has forgotten it
+        stage = find_stage(seen.last_of_job, query_state(job))
+        if stage == "over" or (stage == "unknown" and seen.has_ended):  # long gone: Slurm has forgotten it
             return _has_ended(run)
-        cancel(job)
+        if stage != "running":
+            cancel(job)
+            sys.stdout.write(f"{run.path}: job {job} is cancelled.\n")
+            return OK
+        ask_to_stop(job)
+        deadline = time.monotonic() + timeout_s
+        while find_stage(look(run).last_of_job, query_state(job)) == "running":
+            if time.monotonic() >= deadline:
+                sys.stderr.write(
+                    f"{run.path}: job {job} has not ended within {timeout_s:g} s; it was asked to, and goes on ending. "
+                    f"`scancel {job}` ends it without the step under way\n"
+                )
+                return FAILED
+            time.sleep(JOB_LOOK_S)
     except SlurmSilent as error:
-        sys.stderr.write(f"{run.path} is Slurm's job {job}, which could not be cancelled: {error}\n")
+        sys.stderr.write(f"{run.path} is Slurm's job {job}, which could not be stopped: {error}\n")
         return FAILED
-    sys.stdout.write(f"{run.path}: job {job} is cancelled.\n")
+    sys.stdout.write(f"{run.path} has ended.\n")
     return OK

@@ -6,9 +6,11 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from telescope.config.secrets import parse_reference
-from telescope.runlog.ending import read_object
+from telescope.runlog import opening
+from telescope.runlog.files import DamagedFile, read_json, read_object
 from telescope.runlog.layout import RunDirectory
 
 USAGE = "usage: telescope servers RUN_DIR\n"
@@ -24,10 +26,12 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(USAGE)
         return 2
     run = RunDirectory(Path(arguments[0]))
-    if not run.run_json.exists():
-        sys.stderr.write(f"{run.path} is no run directory: it has no run.json\n")
+    if not opening.is_run(run.path):
+        sys.stderr.write(f"{run.path} is not a run directory: it has no run.json\n")
         return 1
-    lines = list(listening(run))
+    damaged: list[DamagedFile] = []
+    lines = list(listening(run, damaged))
+    sys.stderr.write("".join(f"{error}\n" for error in damaged))
     if not lines:
         sys.stderr.write(f"no server of {run.path} listens at the moment\n")
         return 1
@@ -47,9 +51,16 @@ def _key_in_shell(run: RunDirectory) -> str:
     return f"${variable}" if variable else ""
 
 
-def listening(run: RunDirectory) -> Iterator[str]:
-    """A line a server, e.g. `server-0  http://127.0.0.1:8100/v1  tiny`."""
+def listening(run: RunDirectory, damaged: list[DamagedFile]) -> Iterator[str]:
+    """A line a server, e.g. `server-0  http://127.0.0.1:8100/v1  tiny`. What can't be used is added to `damaged`."""
     folder = run.server("any").parent
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        if found := read_object(path):  # else it has gone, or is being written
+        try:
+            found = read_json(path, dict[str, Any])
+        except FileNotFoundError:  # it has gone
+            continue
+        except DamagedFile as error:
+            damaged.append(error)
+            continue
+        if found.get("url"):
             yield "  ".join([path.stem, *(str(found[name]) for name in SHOWN if found.get(name) is not None)])

@@ -132,10 +132,10 @@ def run_one(order: RunOrder) -> int:
 def way_on(config: RunConfig, code: int) -> str:
     """How a run that failed, or was stopped and could not save, goes on from the checkpoint that it has; empty where it has
     none, and where its last words say so already."""
-    from telescope.runlog.ending import read_object
+    from telescope.runlog.opening import look
 
     run, latest = _latest_checkpoint(config)
-    if code not in (ERROR, COMPONENT_FAILED, *BY_SIGNAL) or not latest or read_object(run.summary_json).get("lost_checkpoint"):
+    if code not in (ERROR, COMPONENT_FAILED, *BY_SIGNAL) or not latest or look(run).summary.get("lost_checkpoint"):
         return ""
     return f"to go on from the checkpoint of step {latest}: python -m telescope runs resume {shlex.quote(str(run.path))}"
 
@@ -143,13 +143,13 @@ def way_on(config: RunConfig, code: int) -> str:
 def _after_failure(order: RunOrder, code: int) -> RunOrder | None:
     """The order of a further attempt, or None where there is none to be had."""
     from telescope.runlog.attempts import read_lineage
-    from telescope.runlog.ending import read_object
+    from telescope.runlog.opening import look
 
     config = order.config
     if code != COMPONENT_FAILED or order.plan is None:
         return None
     run, latest = _latest_checkpoint(config)
-    told_to_stop = read_object(run.exit_json).get("interrupted") is not None
+    told_to_stop = look(run).exit.interrupted is not None
     if told_to_stop or not latest or latest <= read_lineage(run).step:
         return None
     resume = config.checkpoint.model_copy(update={"resume": True})
@@ -161,11 +161,11 @@ def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
     left to train behind it, or the directory itself is gone, which checkpoints elsewhere outlive and a save may have made
     anew."""
     from telescope.runlog import checkpoints
-    from telescope.runlog.ending import read_object
     from telescope.runlog.layout import RunDirectory
+    from telescope.runlog.opening import is_run
 
     run, saving = RunDirectory(Path(str(config.run_dir))), config.checkpoint
-    can = saving.on and saving.save_training_state and run.config_json.exists() and read_object(run.run_json)
+    can = saving.on and saving.save_training_state and run.config_json.exists() and is_run(run.path)
     there = checkpoints.steps(checkpoints.root(run, saving.dir)) if can else []
     return run, there[-1] if there and there[-1] < config.number_of_steps else 0
 
@@ -201,8 +201,9 @@ def join_run(order: RunOrder) -> int:
     return run_node(invitation, say)
 
 
-def make_directory(order: RunOrder) -> RunDirectory | None:
-    """The run's directory with all that was resolved; None, and a sentence for the user, where it can't be made."""
+def make_directory(order: RunOrder, until_held: ExitStack | None = None) -> RunDirectory | None:
+    """The run's directory with all that was resolved; None, and a sentence for the user, where it can't be made. A further
+    attempt is nobody else's to make until `until_held` ends: where there is none, until its holder is written down."""
     from telescope._launch.prepare_attempt import CannotResume
     from telescope._launch.process_plan import write_plan
     from telescope.runlog.holder import hold
@@ -216,8 +217,8 @@ def make_directory(order: RunOrder) -> RunDirectory | None:
         say(refusal)
         return None
     try:
-        with ExitStack() as until_held:
-            directory = _resume_directory(path, order, until_held) if again else RunDirectory.create(path)
+        with ExitStack() as until_made:
+            directory = _resume_directory(path, order, until_held or until_made) if again else RunDirectory.create(path)
             if not again:
                 write_down(directory, order)
             if order.plan:
@@ -242,20 +243,19 @@ def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> Run
     from telescope.config.resume import find_obstacles_to_resume, remark_on_resume
     from telescope.config.run import as_json, config_hash
     from telescope.runlog import http_key
-    from telescope.runlog.ending import read_object
-    from telescope.runlog.identity import read_identity, write_identity
+    from telescope.runlog.files import DamagedFile
+    from telescope.runlog.identity import write_identity
     from telescope.runlog.layout import RunDirectory
+    from telescope.runlog.opening import NotARun, go_on
 
     config, directory, asked = order.config, RunDirectory(path), order.config.checkpoint.resume
-    if not directory.run_json.exists():
-        raise prepare_attempt.CannotResume(
-            f"run_dir={path} is no run directory, and checkpoint.resume goes on in one: name another"
-        )
-    before, here = read_object(directory.config_json), as_json(config)
-    if not before:
-        raise prepare_attempt.CannotResume(
-            f"{directory.config_json} can't be read, and checkpoint.resume goes on with what it holds: name another run_dir"
-        )
+    try:
+        begun = go_on(directory)
+    except NotARun as error:
+        raise prepare_attempt.CannotResume(f"{error}, and checkpoint.resume goes on in one: name another") from error
+    except DamagedFile as error:
+        raise prepare_attempt.CannotResume(str(error)) from error
+    before, here = begun.settings, as_json(config)
     problems = find_obstacles_to_resume(before, here)
     if problems:
         raise prepare_attempt.CannotResume("\n".join(problems))
@@ -275,7 +275,7 @@ def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> Run
         http_key.make(directory)
     if on_slurm:
         prepare_attempt.keep_settings(directory)
-        write_identity(directory, msgspec.structs.replace(read_identity(directory), config_hash=config_hash(config)))
+        write_identity(directory, msgspec.structs.replace(begun.identity, config_hash=config_hash(config)))
         _write_settings(directory, order)
         return directory
     number = prepare_attempt.begin_attempt(directory, config_hash(config), secrets.token_hex(4))

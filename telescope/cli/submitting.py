@@ -5,13 +5,19 @@ Owns what is said where Slurm refuses some and has others; refuses to know how s
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from telescope.cli.start import CONFIG_ERROR, OK, RunOrder, make_directory, say
+from telescope.runlog import opening
+from telescope.runlog.files import DamagedFile, read_bytes
+from telescope.runlog.layout import RunDirectory, write_atomically
 
 if TYPE_CHECKING:
     from telescope.cli.sweep import Sweep
@@ -63,16 +69,69 @@ def _queued_before(jobs: Mapping[Path, str]) -> str:
     return f"{many} submitted before: {', '.join(queued)} (`scancel {' '.join(queued)}` takes back what is not wanted)."
 
 
+class HalfDone:
+    """A run directory before it is made ready for a job: what is put back where Slurm takes none."""
+
+    def __init__(self, path: Path) -> None:
+        self._run = RunDirectory(path)
+        self.path = self._run.path
+        self._was_there = path.exists()
+        self._files: dict[Path, bytes] = {}
+        if opening.is_run(path):
+            run = self._run
+            for file in (run.config_json, run.config_yaml, run.cmdline, run.plan_json, run.run_json):
+                with contextlib.suppress(OSError, DamagedFile):
+                    self._files[file] = read_bytes(file)
+
+    def take_back(self) -> None:
+        """A new directory goes, or is empty as it was; one of an earlier attempt has its settings again. Raises OSError."""
+        for file, held in self._files.items():
+            write_atomically(file, held.decode("utf-8", "surrogateescape"), mode=0o600)
+        if self._files:
+            return
+        if not self._was_there:
+            shutil.rmtree(self._run.path)
+            return
+        for path in self._run.path.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _take_back(before: Sequence[HalfDone], made: Sequence[RunDirectory]) -> None:
+    """Of those that were made: others are as they were, and may be somebody else's."""
+    paths = {run.path for run in made}
+    for one in before:
+        if one.path not in paths:
+            continue
+        try:
+            one.take_back()
+        except OSError as error:
+            say(f"{one.path} can't be put back as it was: {error.strerror or error} ({error.filename})")
+
+
 def _submit_group(settings: SlurmSettings, orders: Sequence[RunOrder], sweep: bool) -> dict[Path, str]:
     """The job of each run directory; fewer where a directory could not be made, of which the user has been told."""
-    from telescope._launch.slurm.submit import submit
+    from telescope._launch.slurm.submit import SubmitRefused, submit
 
-    directories = [directory for order in orders if (directory := make_directory(order)) is not None]
-    if len(directories) < len(orders):
-        return {}
-    first = directories[0].path
-    folder, config = (first.parent if sweep else first) / "slurm", orders[0].config
-    submitted = submit(directories, settings, name=config.name, folder=folder, dry_run=config.cluster.dry_run)
+    config = orders[0].config
+    with (
+        ExitStack() as until_submitted
+    ):  # a second command, which would queue a second job, finds the directories locked or queued
+        before = [HalfDone(Path(str(order.config.run_dir))) for order in orders]
+        directories = [directory for order in orders if (directory := make_directory(order, until_submitted)) is not None]
+        if len(directories) < len(orders):
+            _take_back(before, directories)
+            return {}
+        first = directories[0].path
+        folder = (first.parent if sweep else first) / "slurm"
+        try:
+            submitted = submit(directories, settings, name=config.name, folder=folder, dry_run=config.cluster.dry_run)
+        except SubmitRefused as error:
+            if not error.left_queued:
+                _take_back(before, directories)
+            raise
     for one in submitted:
         what = f"job {one.job_id}" if one.job_id else f"not submitted, {one.script}"
         sys.stdout.write(f"{what}: run directory {one.directory.path}\n")

@@ -10,13 +10,16 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from telescope.runlog.ending import read_object, reason
+import msgspec
+
+from telescope.runlog.files import read_json
 from telescope.runlog.layout import RunDirectory, write_atomically
+from telescope.runlog.opening import look
 
 OBJECTIVE = "reward_mean_last"
 """The number of a run's summary that tells how good a point is, unless `--objective` names another."""
@@ -47,12 +50,41 @@ class SweepResult:
         return self.exit_code not in (0, None)
 
 
+class SweepRecord(msgspec.Struct, frozen=True):
+    """What sweep.json holds."""
+
+    objective: str
+    points: tuple[SweepResult, ...]
+
+
 class Sweep:
     """`folder` is the sweep's own; `objective` a dotted path into summary.json, e.g. `seconds.training`."""
 
     def __init__(self, folder: Path, objective: str = OBJECTIVE) -> None:
         self.folder, self.objective = folder, objective
         self.results: list[SweepResult] = []
+
+    @classmethod
+    def load(cls, folder: Path) -> Sweep:
+        """The one whose results lie in the folder. Raises FileNotFoundError and `DamagedFile`."""
+        record = read_json(folder / RESULTS, SweepRecord)
+        sweep = cls(folder, record.objective)
+        sweep.results = list(record.points)
+        return sweep
+
+    def collect(self) -> None:
+        """See how the points have ended that a batch system has got; what stands in sweep.json stays as it is."""
+        self.results = [self._collect(one) if one.exit_code is None else one for one in self.results]
+
+    def _collect(self, result: SweepResult) -> SweepResult:
+        found = look(RunDirectory(Path(result.run_dir)))
+        last = found.last_of_job
+        if found.exit.ended is None or (last is not None and last.requeued):
+            return result
+        value, first = (_number(found.summary, name) for name in (self.objective, "reward_mean_first"))
+        return replace(
+            result, exit_code=found.exit.ended, reason=found.reason or "it left no summary", value=value, first=first
+        )
 
     @property
     def name(self) -> str:
@@ -61,15 +93,15 @@ class Sweep:
 
     def ended(self, overrides: Sequence[str], run_dir: Path, exit_code: int) -> SweepResult:
         """Take down how the next point ended, from what its run directory says."""
-        summary = read_object(RunDirectory(run_dir).summary_json)
+        found = look(RunDirectory(run_dir))
         result = SweepResult(
             point=len(self.results),
             overrides=tuple(overrides),
             run_dir=str(run_dir),
             exit_code=exit_code,
-            reason=reason(RunDirectory(run_dir)) or "it left no summary",
-            value=_number(summary, self.objective),
-            first=_number(summary, "reward_mean_first"),
+            reason=found.reason or "it left no summary",
+            value=_number(found.summary, self.objective),
+            first=_number(found.summary, "reward_mean_first"),
         )
         self._take(result)
         return result

@@ -93,7 +93,11 @@ def _parse_one(parser: OverridesParser, override: str) -> Override:
 def _hint_at_quotes(parser: OverridesParser, override: str) -> str:
     """How to write a value that Hydra's grammar takes only in quotes; empty where quotes would not help."""
     name, equals, value = override.partition("=")
-    if not equals or not value or value[0] in "[{(\"'" or name in GROUPS:
+    if not equals or not value or name in GROUPS:
+        return ""
+    if value[0] == "[" and value[-1] == "]":
+        return _hint_at_quoted_items(parser, name, value[1:-1].split(","))
+    if value[0] in "[{(\"'":
         return ""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     try:
@@ -101,6 +105,19 @@ def _hint_at_quotes(parser: OverridesParser, override: str) -> str:
     except HydraException:
         return ""
     return f", and a value with special characters is quoted twice: '{name}=\"{escaped}\"'"
+
+
+def _hint_at_quoted_items(parser: OverridesParser, name: str, items: Sequence[str]) -> str:
+    """The same for a list of texts, e.g. of options with an equals sign."""
+    if any(character in item for item in items for character in "\"'[{\\"):
+        return ""
+    listed = ",".join('"' + item.strip() + '"' for item in items)
+    quoted = f"{name}=[{listed}]"
+    try:
+        parser.parse_override(quoted)
+    except HydraException:
+        return ""
+    return f", and in a list what has special characters is quoted twice: '{quoted}'"
 
 
 def _refuse_no_place() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -30,6 +31,7 @@ from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config import plugins
 from telescope.config.redaction import Redactor, find_secret_values, spell_all
+from telescope.config.resume import FIXED
 from telescope.config.secrets import find_missing, find_references, has_reference, reveal_all
 from telescope.config.sections import (
     CheckpointSettings,
@@ -45,6 +47,7 @@ from telescope.config.sections import (
     WireSettings,
 )
 from telescope.environments.base import Environment
+from telescope.runlog.files import DamagedFile, read_bytes, read_json
 from telescope.settings import Settings
 
 S = TypeVar("S", bound=Settings)
@@ -312,24 +315,88 @@ def as_yaml(config: RunConfig) -> str:
 
 def load_run(path: Path) -> RunConfig:
     """Read a run's config.json. A setting that is younger than the file has its default, so the hash may be another one: runs
-    outlive the version that began them. Raises `ValueError` with a sentence where the file is no such file or was edited."""
+    outlive the version that began them. Raises FileNotFoundError, and `DamagedFile` where the file is no such file, was edited,
+    or means something else by now."""
+    content = read_settings(path)
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise ValueError(f"{path} is not the configuration of a run in format {FORMAT}")
+        config = RunConfig.model_validate_json(json.dumps(content), strict=True, context={"resolved": True})
+    except ValidationError as error:
+        raise DamagedFile(path, f"can't be used by this Telescope and its plug-ins: {_describe(error)}") from error
+    refuse_other_meaning(path, content, config)
+    return config
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings that a run's config.json holds, as they were written: no plug-in is loaded. Raises FileNotFoundError and
+    `DamagedFile`."""
+    content = read_json(path, dict[str, Any])
+    if content.pop("format", None) != FORMAT:
+        raise DamagedFile(path, f"is not the configuration of a run in format {FORMAT}")
     written, own = content.pop("config_hash", None), _hash_of(content)
     if own != written:
-        raise ValueError(
-            f"{path} says hash {written} but its settings have hash {own}: the file was edited; start a new run instead"
+        raise DamagedFile(
+            path,
+            f"says hash {written} but its settings have hash {own}: the file was edited"
+            + _describe_edits(path, content, written),
         )
-    config = RunConfig.model_validate_json(json.dumps(content), strict=True, context={"resolved": True})
-    if not _holds(content, as_json(config)):
-        raise ValueError(
-            f"{path} does not mean what it did when the run was made: the code of a plug-in changed; start a new run instead"
+    return content
+
+
+def refuse_other_meaning(path: Path, written: Mapping[str, Any], config: RunConfig) -> None:
+    """Raises `DamagedFile` where `config`, made of the file's settings, does not have them all as they were written."""
+    if not _holds(written, as_json(config)):
+        raise DamagedFile(
+            path, "does not mean what it did when the run was made: the code of a plug-in changed; start a new run instead"
         )
-    return config
+
+
+def _describe(error: ValidationError) -> str:
+    """In one line."""
+    found = (
+        f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False, include_input=False)
+    )
+    return "; ".join(" ".join(each.split()) for each in found)
+
+
+SHOWN_EDITS = 3
+
+
+def _describe_edits(path: Path, content: Mapping[str, Any], written: Any) -> str:
+    """What was changed, where config.yaml beside it says how it was, and how settings are changed instead."""
+    try:
+        before = yaml.safe_load(read_bytes(path.with_name("config.yaml")))
+    except (OSError, ValueError, yaml.YAMLError):
+        before = None
+    edits = list(_differences(before, content)) if isinstance(before, dict) and _hash_of(before) == written else []
+    told = "; ".join(_describe_edit(*edit) for edit in edits[:SHOWN_EDITS])
+    more = f" and {len(edits) - SHOWN_EDITS} more" if len(edits) > SHOWN_EDITS else ""
+    may = (f"{place}={json.dumps(here)}" for place, _, here in edits if _is_plain(here) and place not in FIXED)
+    example = next(may, "number_of_steps=600")
+    command = f"telescope runs resume {shlex.quote(str(path.parent))} {shlex.quote(example)}"
+    known, copy = (f" ({told}{more})", ", by config.yaml beside it") if told else ("", "")
+    return (
+        f"{known}. Put it back as it was{copy}: settings are changed on the command line, `{command}`. "
+        "number_of_steps, cluster, trainer, inference, weight_sync, logging, temperatures and limits may change "
+        "(docs/resuming.md has the others)"
+    )
+
+
+def _describe_edit(place: str, was: Any, here: Any) -> str:
+    """Numbers are shown; a text may be a key that somebody typed."""
+    plain = _is_plain(was) and _is_plain(here)
+    return f"{place} was {json.dumps(was)} and is {json.dumps(here)}" if plain else f"{place} is another"
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _differences(was: Any, here: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(was, Mapping) and isinstance(here, Mapping):
+        for name in dict.fromkeys([*was, *here]):
+            yield from _differences(was.get(name), here.get(name), f"{place}.{name}" if place else str(name))
+    elif was != here:
+        yield place, was, here
 
 
 def _holds(written: Any, read: Any) -> bool:

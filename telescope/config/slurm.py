@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from telescope.settings import Settings
 
 _TIME = re.compile(r"^(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?$")
+BASE = 60
+"""Of times, and of YAML 1.1's numbers with colons."""
 _MEMORY = re.compile(r"^\d+[KMGT]?$")
 OWNED_OPTIONS = frozenset(
     {
@@ -27,6 +29,31 @@ CLOSE_MARGIN_S = 10.0
 """Of what is left of it, the orchestrator's own: to say why, and to close its files."""
 
 
+def _as_text(value: Any) -> Any:
+    """A number where Slurm has a name, e.g. account=12345: as it was typed."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _as_time(value: Any) -> Any:
+    """YAML reads an unquoted 24:00:00 as 86400 and 1:30 as 90, which nobody can tell from minutes; below 60 it makes none."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        return value
+    if value < BASE:
+        return str(value)
+    days, rest = divmod(value, 1440)
+    as_minutes = f"{f'{days}-' if days else ''}{rest // BASE:02d}:{rest % BASE:02d}:00"
+    head, last = divmod(value, BASE)
+    as_yaml = f"{head}:{last:02d}" if head < BASE else f"{head // BASE}:{head % BASE:02d}:{last:02d}"
+    raise ValueError(
+        f'time={value} may be minutes, or what YAML makes of an unquoted {as_yaml}: write "{as_minutes}" for {value} minutes, '
+        f'or "{as_yaml}", with the quotes in a file'
+    )
+
+
+SlurmText = Annotated[str, BeforeValidator(_as_text)]
+SlurmTime = Annotated[str, BeforeValidator(_as_time)]
+
+
 class SlurmGroup(Settings):
     """The nodes of inference where it has nodes of its own. null: as the trainer's."""
 
@@ -36,11 +63,11 @@ class SlurmGroup(Settings):
     """GPUs of each; null: as cluster.slurm.gpus_per_node."""
     cpus_per_node: int | None = Field(default=None, ge=1, le=4096)
     """CPUs of each; null: as cluster.slurm.cpus_per_node."""
-    mem: str | None = None
+    mem: SlurmText | None = None
     """Memory of each; null: as cluster.slurm.mem."""
-    partition: str | None = None
+    partition: SlurmText | None = None
     """null: as cluster.slurm.partition."""
-    constraint: str | None = None
+    constraint: SlurmText | None = None
     """null: as cluster.slurm.constraint."""
 
     @property
@@ -58,21 +85,21 @@ class SlurmSettings(Settings):
     """GPUs of each node."""
     cpus_per_node: int = Field(default=8, ge=1, le=4096)
     """CPUs of each node."""
-    mem: str | None = None
+    mem: SlurmText | None = None
     """Memory of each node, e.g. `200G`; null: what the cluster gives."""
-    time: str = "24:00:00"
+    time: SlurmTime = "24:00:00"
     """Walltime as Slurm writes it: minutes, `H:MM:SS` or `D-HH:MM:SS`."""
-    partition: str | None = None
+    partition: SlurmText | None = None
     """null: the cluster's default, as with the next ones."""
-    account: str | None = None
+    account: SlurmText | None = None
     """Whom the cluster bills."""
-    qos: str | None = None
+    qos: SlurmText | None = None
     """Quality of service."""
-    constraint: str | None = None
+    constraint: SlurmText | None = None
     """Features that nodes must have, e.g. `h100`."""
-    exclude: str | None = None
+    exclude: SlurmText | None = None
     """Nodes not to be used, e.g. `n[3-5]`."""
-    nodelist: str | None = None
+    nodelist: SlurmText | None = None
     """Nodes that must be used."""
     inference: SlurmGroup | None = None
     """Nodes for inference alone. null: it shares the job's nodes. `'cluster.slurm.inference={nodes: 2}'`"""

@@ -22,7 +22,7 @@ import msgspec
 
 from telescope.exit_codes import STOPS
 from telescope.records import Record
-from telescope.runlog.ending import read_object
+from telescope.runlog.files import read_bytes, read_json, read_object
 from telescope.runlog.identity import read_identity, write_identity
 from telescope.runlog.layout import RunDirectory, write_atomically
 
@@ -72,17 +72,17 @@ def write_submission(run: RunDirectory, job_id: str, script: Path) -> None:
 
 
 def read_submission(run: RunDirectory) -> Submission | None:
-    """None where the run was not submitted."""
+    """None where the run was not submitted. Raises `DamagedFile`."""
     try:
-        return msgspec.json.decode(run.slurm_json.read_bytes(), type=Submission)
+        return read_json(run.slurm_json, Submission)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
 def read_attempts(run: RunDirectory) -> list[Attempt]:
-    """All attempts so far, the latest last. A line that is torn, or no attempt, is left out."""
+    """All attempts so far, the latest last. A line that is torn, or is not an attempt, is left out. Raises `DamagedFile`."""
     try:
-        lines = run.attempts.read_bytes().splitlines()
+        lines = read_bytes(run.attempts).splitlines()
     except FileNotFoundError:
         return []
     found: dict[int, Attempt] = {}
@@ -210,9 +210,9 @@ class Lineage(Record):
 
 
 def read_lineage(run: RunDirectory) -> Lineage:
-    """Of the attempt in the run directory. One that began at step 1 has no file."""
+    """Of the attempt in the run directory. One that began at step 1 has no file. Raises `DamagedFile`."""
     try:
-        return msgspec.json.decode(run.lineage_json.read_bytes(), type=Lineage)
+        return read_json(run.lineage_json, Lineage)
     except FileNotFoundError:
         return Lineage(len(read_attempts(run)) or 1)
 
@@ -239,5 +239,5 @@ def write_rows(path: Path, parts: tuple[CountedRows, ...]) -> None:
 
 
 def read_rows(path: Path) -> tuple[CountedRows, ...]:
-    """Raises OSError, and `msgspec.DecodeError` where the file is no such file."""
-    return msgspec.json.decode(path.read_bytes(), type=tuple[CountedRows, ...])
+    """Raises FileNotFoundError and `DamagedFile`."""
+    return read_json(path, tuple[CountedRows, ...])

@@ -23,6 +23,7 @@ import msgspec
 
 from telescope.records import Record
 from telescope.runlog import digests
+from telescope.runlog.files import DamagedFile, open_file, read_json
 from telescope.runlog.layout import RunDirectory, write_atomically
 
 log = logging.getLogger(__name__)
@@ -181,11 +182,8 @@ def _files_below(folder: Path) -> dict[str, int]:
 
 def _nbytes(path: Path) -> int:
     """Of the opened file: over NFS another host's file may be longer than a look at its name says."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
+    with open_file(path) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def now() -> str:
@@ -233,16 +231,14 @@ def read(folder: Path) -> Complete:
     """Raises `CheckpointUnreadable`."""
     file = folder / COMPLETE
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=Complete)
+        found = read_json(file, Complete)
     except OSError as error:
         raise CheckpointUnreadable(
             f"{file} can't be read ({error.strerror}): {folder} is no complete checkpoint; name another step, or leave it out "
             "for the latest complete one"
         ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointUnreadable(
-            f"{file} is damaged ({error}): remove the folder {folder} and resume from an earlier step"
-        ) from error
+    except DamagedFile as error:
+        raise CheckpointUnreadable(f"{error}: remove the folder {folder} and resume from an earlier step") from error
     if found.format != FORMAT:
         raise CheckpointUnreadable(
             f"{file} is of format {found.format}, and this Telescope reads format {FORMAT}: resume with the one that wrote it"
@@ -258,6 +254,8 @@ def read_whole(folder: Path, verify: bool = True) -> Complete:
         there = _files_below(folder)
     except OSError as error:
         raise CheckpointUnreadable(f"{error.filename} can't be read ({error.strerror}): take another step") from error
+    except DamagedFile as error:
+        raise CheckpointUnreadable(f"{error}: remove the folder {folder} and take an earlier step") from error
     for name, nbytes in facts.files.items():
         if (found := there.get(name)) != nbytes:
             how = "is missing" if found is None else f"has {found} bytes of {nbytes}"
@@ -291,11 +289,11 @@ def write_resume(run: RunDirectory, resume: Resume) -> None:
 def read_resume(run: RunDirectory) -> Resume | None:
     """None where the attempt begins at step 1. Raises `CheckpointUnreadable`."""
     try:
-        return msgspec.json.decode(run.resume_json.read_bytes(), type=Resume)
+        return read_json(run.resume_json, Resume)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointUnreadable(f"{run.resume_json} can't be read ({error}): start the attempt again") from error
+    except DamagedFile as error:
+        raise CheckpointUnreadable(f"{error}: start the attempt again") from error
 
 
 # ---- keeping and sweeping -------------------------------------------------------------------------------------------

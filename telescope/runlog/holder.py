@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from telescope.runlog.files import read_json
 from telescope.runlog.layout import RunDirectory, write_atomically
 
 HolderState = Literal["alive", "gone", "elsewhere"]
@@ -33,10 +34,10 @@ def hold(run: RunDirectory) -> None:
 
 
 def read_holder(run: RunDirectory) -> Holder | None:
-    """None where the run has none, as those that a batch system has not begun."""
+    """None where the run has none, as those that a batch system has not begun. Raises `DamagedFile`."""
     try:
-        return msgspec.json.decode(run.holder_json.read_bytes(), type=Holder)
-    except (OSError, msgspec.DecodeError):
+        return read_json(run.holder_json, Holder)
+    except FileNotFoundError:
         return None
 
 

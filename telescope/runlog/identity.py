@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from telescope.runlog.files import read_json
 from telescope.runlog.layout import RunDirectory, write_atomically
 
 FORMAT = 1
@@ -37,5 +38,5 @@ def write_identity(run: RunDirectory, identity: RunIdentity) -> None:
 
 
 def read_identity(run: RunDirectory) -> RunIdentity:
-    """Raises `OSError` where there is no run.json and `msgspec.DecodeError` where it is not one."""
-    return msgspec.json.decode(run.run_json.read_bytes(), type=RunIdentity)
+    """Raises FileNotFoundError where there is no run.json, and `DamagedFile`."""
+    return read_json(run.run_json, RunIdentity)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from telescope.config.redaction import Redactor
+from telescope.runlog.files import read_lines
 
 
 class JournalError(RuntimeError):
@@ -45,9 +46,9 @@ class Journal:
 
 
 def journal_lines(path: Path) -> Iterator[bytes]:
-    """Whole lines of a journal, without their newline. A torn last line is legal and left out."""
-    with path.open("rb") as file:
-        yield from (line[:-1] for line in file if line.endswith(b"\n"))
+    """Whole lines of a journal, without their newline. A torn last line is legal and left out. Raises FileNotFoundError and
+    `DamagedFile`."""
+    yield from (line[:-1] for line in read_lines(path) if line.endswith(b"\n"))
 
 
 def _sentence(path: Path, error: OSError) -> str:

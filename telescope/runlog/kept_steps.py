@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from zipfile import BadZipFile
@@ -17,11 +18,14 @@ import msgspec
 import numpy as np
 
 from telescope.records import Denominators, TrainItem
+from telescope.runlog.files import DamagedFile, open_file
 from telescope.runlog.layout import RunDirectory
 
 FORMAT = 1
 ARRAYS = ("ids", "mask", "logprobs", "versions")
 _STEP = re.compile(r"step_(\d{8})")
+DAMAGE = (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, BadZipFile, zlib.error, msgspec.MsgspecError)
+"""What numpy says of a file that is not one of arrays."""
 _RANK = re.compile(r"rank_(\d+)\.npz")
 
 
@@ -130,11 +134,13 @@ def read(run: RunDirectory, step: int) -> list[KeptShard]:
 
 def _read(path: Path) -> KeptShard:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open_file(path) as opened, np.load(opened, allow_pickle=False) as file:
             header = msgspec.msgpack.decode(file["header"].tobytes(), type=Header)
             arrays = [file[name] for name in ARRAYS]
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile, msgspec.MsgspecError) as error:
-        raise NothingKept(f"{path} can't be read: {error}") from error
+    except DamagedFile as error:
+        raise NothingKept(str(error)) from error
+    except DAMAGE as error:
+        raise NothingKept(f"{path} is damaged: {error}") from error
     if header.format != FORMAT:
         raise NothingKept(f"{path} has format {header.format}, and this version of the program reads {FORMAT}")
     return KeptShard(header, *arrays)

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from telescope.runlog.attempts import read_lineage
+from telescope.runlog.files import DamagedFile, open_file
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.schema import COMMON, STREAMS
 from telescope.runlog.sealing import segment_rows
@@ -16,7 +17,8 @@ from telescope.runlog.sealing import segment_rows
 
 def rows(run: RunDirectory, stream: str) -> list[dict[str, Any]]:
     """All rows of a stream that count, by attempt, writer and `seq`. Safe while the run writes; a row sealed and still live
-    counts once. Of a run that has gone on from a checkpoint, rows of an earlier attempt count up to that."""
+    counts once. Of a run that has gone on from a checkpoint, rows of an earlier attempt count up to that. Raises
+    `DamagedFile`."""
     found: list[dict[str, Any]] = []
     for part in read_lineage(run).before:
         earlier = _by_writer(RunDirectory(run.earlier_attempt(part.attempt)), stream)
@@ -48,11 +50,17 @@ def _all_rows(run: RunDirectory, stream: str) -> Iterator[tuple[str, dict[str, A
 
 
 def _block_rows(block: Path, stream: str) -> Iterator[dict[str, Any]]:
+    """Raises FileNotFoundError and `DamagedFile`."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     nested = [name for name, kind in {**COMMON, **STREAMS[stream].columns}.items() if kind == "json"]
-    for row in pq.read_table(block).to_pylist():
-        for name in nested:
-            if row[name] is not None:
-                row[name] = orjson.loads(row[name])
-        yield {name: value for name, value in row.items() if value is not None}
+    with open_file(block) as file:
+        try:
+            found = pq.read_table(file).to_pylist()
+            for row in found:
+                row.update((name, orjson.loads(row[name])) for name in nested if row.get(name) is not None)
+                int(row["seq"])
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+            raise DamagedFile(block, f"is damaged: {error}") from error
+    yield from ({name: value for name, value in row.items() if value is not None} for row in found)

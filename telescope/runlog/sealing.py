@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from telescope.runlog.files import read_lines
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.schema import COMMON, Kind, Stream
 
@@ -22,15 +23,15 @@ ZSTD_LEVEL = 3
 
 
 def segment_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a live segment. A line that a kill or a full disk tore is skipped; each whole line counts."""
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                continue
-            if isinstance(row, dict):
-                yield row
+    """Rows of a live segment. A line that a kill or a full disk tore is skipped; each whole line counts. Raises
+    FileNotFoundError and `DamagedFile`."""
+    for line in read_lines(path):
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("seq"), int):
+            yield row
 
 
 def seal(run: RunDirectory, writer: str, stream: Stream, number: int) -> Path | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from telescope.runlog.ending import read_object
+from telescope.runlog.files import read_object
 from telescope.runlog.layout import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from telescope._launch.prepare_attempt import CannotResume, refuse_queued
 from telescope.cli import runs, servers
-from telescope.config.run import load_run
+from telescope.config.run import _hash_of, load_run
 from telescope.config.secrets import SecretMissing
 from telescope.inference.main import http_api_key
 from telescope.runlog import attempts, http_key
@@ -38,6 +39,17 @@ while not got:
     signal.pause()
 run.exit_json.write_text('{"exit_code": 130}')
 """
+
+
+IDENTITY = {
+    "format": 1, "run_id": "r", "attempt": "a", "name": "x", "created": "2030-01-01T00:00:00+00:00", "config_hash": "",
+    "warnings": [],
+}  # fmt: skip
+
+
+def settings(**chosen: object) -> dict[str, object]:
+    """What config.json holds, with a hash that fits."""
+    return {"format": 1, "config_hash": _hash_of(chosen), **chosen}
 
 
 def made(path: Path, **files: object) -> RunDirectory:
@@ -161,11 +173,15 @@ def test_servers_say_where_the_key_lies_that_the_run_has_made_and_not_what_it_is
     assert key not in out
 
 
-def slurm_says(folder: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> Path:
-    """Clients of a Slurm that has job 12 in that state, none where it is empty; the file that scancel notes its job in."""
+def slurm_says(folder: Path, monkeypatch: pytest.MonkeyPatch, state: str, reason: str = "None") -> Path:
+    """Clients of a Slurm that has job 12 in that state until scancel is called, none where it is empty; the file that
+    scancel notes its job in."""
     folder.mkdir(exist_ok=True)
     cancelled = folder / "cancelled"
-    for name, does in {"squeue": f"echo '12|{state}'" if state else "true", "scancel": f"echo $1 >> {cancelled}"}.items():
+    for name, does in {
+        "squeue": f"[ -e {cancelled} ] || echo '12|{state}|{reason}'" if state else "true",
+        "scancel": f"echo $* >> {cancelled}",
+    }.items():
         (folder / name).write_text(f"#!/bin/sh\n{does}\n")
         (folder / name).chmod(0o700)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -209,7 +225,38 @@ def test_the_exit_of_an_attempt_is_not_the_end_of_a_job_that_comes_again(
     assert runs.main(["stop", str(run.path)]) == 0
     assert cancelled.exists() is cancels
     assert ("has ended already" in capsys.readouterr().out) is not cancels
-    assert not cancels or cancelled.read_text() == "12\n"
+    asked = "--batch --signal=INT 12\n" if slurm == "RUNNING" else "12\n"
+    assert not cancels or cancelled.read_text() == asked
+
+
+def test_a_job_that_waits_says_why_in_slurms_own_word(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    slurm_says(tmp_path / "bin", monkeypatch, "PENDING", "AssocGrpCpuLimit")
+    submitted(tmp_path / "runs" / "a", "", False)
+    assert runs.main(["list", str(tmp_path / "runs"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["job"] == "12 pending: AssocGrpCpuLimit"
+
+
+def test_a_job_that_does_not_end_in_time_goes_on_ending(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    slurm_says(tmp_path / "bin", monkeypatch, "RUNNING")
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\necho '12|RUNNING|None'\n")
+    run = submitted(tmp_path / "runs" / "a", "", False)
+    assert runs.main(["stop", str(run.path), "--timeout", "0"]) == 1
+    assert "job 12 has not ended within 0 s; it was asked to, and goes on ending. `scancel 12`" in capsys.readouterr().err
+
+
+def test_a_run_that_was_submitted_again_is_not_over_by_what_the_job_before_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Between the start of the second job and its first line in attempts.jsonl a third would be queued."""
+    run = submitted(tmp_path / "a", "cancelled", False)
+    slurm_says(tmp_path / "bin", monkeypatch, "RUNNING")
+    attempts.write_submission(run, "13", tmp_path / "script")
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\necho '13|RUNNING|None'\n")
+    with pytest.raises(CannotResume, match="has job 13 in Slurm, which is RUNNING"):
+        refuse_queued(run)
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(CannotResume, match="job 13, of which Slurm says nothing"):
+        refuse_queued(run)
 
 
 def test_a_run_that_opens_its_http_makes_a_key_that_stands_nowhere_else(tmp_path: Path):
@@ -240,14 +287,16 @@ def test_a_run_that_opens_its_http_makes_a_key_that_stands_nowhere_else(tmp_path
 
 
 def test_a_run_goes_on_in_its_own_directory_alone(tmp_path: Path, capsys):
-    made(tmp_path / "a", config_json={"run_dir": "a"})
+    made(tmp_path / "a", run_json=IDENTITY, config_json=settings(run_dir="a"))
     assert runs.main(["resume", str(tmp_path / "a"), f"run_dir={tmp_path}/b"]) == 2
     assert f"run_dir={tmp_path}/b can't be given: a run goes on in its own directory, {tmp_path}/a" in capsys.readouterr().err
 
 
 def test_resume_says_what_it_cannot_change_and_which_setting_was_meant(tmp_path: Path, capsys):
     run = made(
-        tmp_path / "a", config_json={"number_of_steps": 3, "algorithm": {"name": "grpo"}, "trainer": {"learning_rate": 0.1}}
+        tmp_path / "a",
+        run_json=IDENTITY,
+        config_json=settings(number_of_steps=3, algorithm={"name": "grpo"}, trainer={"learning_rate": 0.1}),
     )
     assert runs.main(["resume", str(run.path), "number_of_stps=9"]) == 2
     assert "number_of_stps is no setting of this run. Did you mean number_of_steps?" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from telescope._launch.slurm import batch_job
 from telescope.cli import start
 from telescope.cli.resume import go_on as go_on_with_settings_of
 from telescope.config.resume import find_obstacles_to_resume, remark_on_resume
-from telescope.config.run import RunConfig, dump_run
+from telescope.config.run import RunConfig, _hash_of, dump_run
 from telescope.config.sections import TrainerSettings
 from telescope.runlog import attempts, checkpoints, http_key
 from telescope.runlog.attempts import CountedRows, Lineage, read_lineage, write_rows
@@ -74,6 +74,12 @@ def log_spans(run: RunDirectory, *steps: int) -> None:
     for step in steps:
         log.append("spans", {"step": step, "process": "trainer-0", "name": "clip", "started_ns": 1, "seconds": 0.5})
     log.close()
+
+
+def write_settings(path: Path, settings: dict[str, Any]) -> None:
+    """As whoever began the run would have, with a hash that fits."""
+    kept = {name: value for name, value in settings.items() if name not in ("format", "config_hash")}
+    path.write_text(json.dumps({"format": 1, "config_hash": _hash_of(kept), **kept}))
 
 
 def go_on(run: RunDirectory, step: int | None = None) -> prepare_attempt.ResumePoint:
@@ -236,6 +242,9 @@ def test_a_run_that_is_watched_is_left_alone(run: RunDirectory):
     with pytest.raises(prepare_attempt.CannotResume, match="is still watched by process"):
         prepare_attempt.refuse_alive(run)
     run.exit_json.write_text("{}")
+    with pytest.raises(prepare_attempt.CannotResume, match="is still watched by process"):
+        prepare_attempt.refuse_alive(run)
+    run.exit_json.write_text('{"exit_code": 0}')
     prepare_attempt.refuse_alive(run)
 
 
@@ -255,7 +264,7 @@ def test_rows_that_are_damaged_are_refused_before_anything_is_touched(run: RunDi
     folder = checkpoint(run, 2)
     rows_file = checkpoints.orchestrator_part(folder) / prepare_attempt.ROWS
     rows_file.write_bytes(b"\xff" * rows_file.stat().st_size)
-    with pytest.raises(prepare_attempt.CannotResume, match=r"rows\.json can't be read"):
+    with pytest.raises(prepare_attempt.CannotResume, match=r"rows\.json is damaged"):
         prepare_attempt.find_resume_point(run, config(checkpoint={"verify": False}))
 
 
@@ -287,7 +296,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_passed_over_for_the_one_before_it_un
     )
     with pytest.raises(prepare_attempt.CannotResume, match=r"rows\.json is damaged: .* take an earlier step"):
         prepare_attempt.find_resume_point(run, config())
-    with pytest.raises(prepare_attempt.CannotResume, match=r"rows\.json can't be read"):
+    with pytest.raises(prepare_attempt.CannotResume, match=r"rows\.json is damaged"):
         prepare_attempt.find_resume_point(run, config(checkpoint={"verify": False}))
 
 
@@ -426,7 +435,7 @@ def test_a_run_whose_job_is_queued_is_not_submitted_once_more(
     """Between two attempts no process watches it, and exit.json is there."""
     submitted(run, tmp_path, monkeypatch, f"echo '12|{state}'")
     attempts.end(run, attempts.begin(run, "12", "12.0", ("n1",)), "preempted", 70, requeued=True)
-    run.exit_json.write_text("{}")
+    run.exit_json.write_text('{"exit_code": 0}')
     prepare_attempt.refuse_alive(run)
     with pytest.raises(prepare_attempt.CannotResume, match=f"has job 12 in Slurm, which is {state}"):
         prepare_attempt.refuse_queued(run)
@@ -487,7 +496,7 @@ def test_a_host_that_is_not_the_head_makes_no_attempt_of_its_own(run: RunDirecto
 def test_a_setting_that_is_younger_than_the_run_can_be_set_when_it_goes_on(run: RunDirectory, monkeypatch):
     began = json.loads(dump_run(config(run_dir=str(run.path), inference={"engine": "fake"})))
     del began["trainer"]["max_broken_steps"]
-    run.config_json.write_text(json.dumps(began))
+    write_settings(run.config_json, began)
     checkpoint(run, 2)
     started: list[start.RunOrder] = []
     monkeypatch.setattr("telescope.cli.resume.run_one", lambda order: started.append(order) or 0)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from telescope.runlog.attempts import Attempt, read_attempts
-from telescope.runlog.ending import read_object
+from telescope.runlog.files import read_object
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.weights.transports.shared_memory import default_folder, run_prefix

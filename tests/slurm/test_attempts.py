@@ -18,12 +18,13 @@ import pytest
 
 from telescope._launch.child_processes import LocalProcess
 from telescope._launch.process_plan import LaunchPlan, ProcessPlan, write_plan
-from telescope._launch.slurm.queue import describe_state
+from telescope._launch.slurm.queue import QueuedJob, describe_state
 from telescope._launch.slurm.requeueing import AttemptEnd, AttemptOutcome, JobFacts, Next, Why, judge_end
 from telescope.config.slurm import SlurmSettings
 from telescope.runlog import attempts
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.opening import look
 from telescope.wire.supervisor_channel import StopNotice
 
 STAND_IN = str(Path(__file__).parents[1] / "process" / "stand_in.py")
@@ -33,6 +34,7 @@ import signal, sys
 from pathlib import Path
 from telescope._launch.supervisor import supervise_in_batch_system
 from telescope._launch.supervisor import BatchSystem
+from telescope.runlog.opening import look
 from telescope.runlog.layout import RunDirectory
 slurm = BatchSystem(warning=signal.SIGUSR2, warned_of="walltime", warned_before=lambda: sys.argv[2] == "1", stop_s=60)
 print(supervise_in_batch_system(RunDirectory(Path(sys.argv[1])), slurm))
@@ -148,18 +150,18 @@ def test_a_line_that_was_cut_short_spoils_neither_the_next_nor_the_others(run: R
 
 
 def test_a_run_says_how_it_stands_with_and_without_slurm(run: RunDirectory, tmp_path: Path):
-    assert describe_state(run, {}) == ""
+    assert describe_state(look(run), {}) == ""
     attempts.write_submission(run, "", tmp_path / "script")
-    assert describe_state(run, {}) == "not submitted"
+    assert describe_state(look(run), {}) == "not submitted"
     attempts.write_submission(run, "12_3", tmp_path / "script")
-    assert describe_state(run, {"12_3": "PENDING"}) == "pending"
+    assert describe_state(look(run), {"12_3": QueuedJob("PENDING")}) == "pending"
     first = attempts.begin(run, "12_3", "12_3.0", ("n1",))
-    assert describe_state(run, {"12_3": "RUNNING"}) == "running"
-    assert describe_state(run, {}) == "unknown"
+    assert describe_state(look(run), {"12_3": QueuedJob("RUNNING")}) == "running"
+    assert describe_state(look(run), {}) == "unknown"
     attempts.end(run, first, "preempted", 70, requeued=True)
-    assert describe_state(run, {"12_3": "PENDING"}) == "pending"
+    assert describe_state(look(run), {"12_3": QueuedJob("PENDING")}) == "pending"
     attempts.end(run, first, "failed", 70, requeued=False)
-    assert describe_state(run, {"12_3": "FAILED"}) == "failed"
+    assert describe_state(look(run), {"12_3": QueuedJob("FAILED")}) == "failed"
 
 
 def test_a_carried_process_gets_its_variables_and_its_gpus_over_the_lifeline_and_none_on_a_command_line(

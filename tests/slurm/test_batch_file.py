@@ -19,12 +19,15 @@ from telescope._launch.slurm import hold
 from telescope._launch.slurm.allocation import AllocatedNode, expand, list_nominal_nodes, make_hosts, read_allocation
 from telescope._launch.slurm.batch_job import make_srun_command
 from telescope._launch.slurm.submit import SubmitRefused, render_script, submit
+from telescope.cli import runs
 from telescope.cli.runs import run_status
+from telescope.cli.submitting import HalfDone
 from telescope.config.run import dump_run, load_run
 from telescope.config.slurm import SlurmGroup, SlurmSettings, minutes_of
 from telescope.runlog.attempts import begin, end, read_attempts, read_submission
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.opening import look
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = SlurmSettings(
@@ -354,11 +357,11 @@ def test_an_attempt_that_is_refused_before_its_start_is_listed_as_failed_with_th
     assert done.returncode == 0, done.stderr
     directory = RunDirectory(tmp_path / "run")
     assert attempted(directory, SLURM_JOB_NODELIST="n[1-2]").returncode == 1
-    found = run_status(directory)
+    found = run_status(look(directory))
     assert (found.state, found.reason) == ("failed", "Slurm gave 2 nodes (n1, n2) and the run asks for 1: submit it again")
     directory.config_json.write_text("{}")
     assert attempted(directory, SLURM_RESTART_COUNT="1").returncode == 1
-    found = run_status(directory)
+    found = run_status(look(directory))
     assert (found.state, found.reason.partition(" is not ")[2]) == ("failed", "the configuration of a run in format 1")
     assert [(one.attempt, one.why, one.exit_code) for one in read_attempts(directory)] == [
         ("12.0", "failed", 1),
@@ -380,7 +383,7 @@ def test_what_the_nodes_that_are_asked_for_can_not_do_is_refused_here_and_in_the
     nccl = config.weight_sync.model_copy(update={"transport": "nccl"})
     directory.config_json.write_text(dump_run(config.model_copy(update={"weight_sync": nccl})))
     assert attempted(directory).returncode == 1
-    assert run_status(directory).reason == sentence
+    assert run_status(look(directory)).reason == sentence
 
 
 def test_a_job_that_was_not_noted_when_it_was_submitted_notes_itself(tmp_path: Path):
@@ -401,10 +404,81 @@ def test_the_job_of_a_run_that_is_done_does_not_begin_it_again(tmp_path: Path):
     done = attempted(directory, SLURM_RESTART_COUNT="1")
     assert done.returncode == 0, done.stderr
     assert len(read_attempts(directory)) == 1
-    assert run_status(directory).state == "done"
+    assert run_status(look(directory)).state == "done"
 
 
 def test_the_preset_has_every_setting_with_its_default():
     written = yaml.safe_load((ROOT / "conf" / "cluster" / "slurm.yaml").read_text())["slurm"]
     assert SlurmSettings.model_validate_json(json.dumps(written), strict=True) == SlurmSettings()
     assert set(written) == set(SlurmSettings.model_fields)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_submission_that_sbatch_refuses_leaves_the_place_as_it_was(tmp_path: Path, there: bool):
+    path = slurm_that_accepts_once(tmp_path / "bin")
+    (tmp_path / "bin" / "accepted").mkdir()
+    if there:
+        (tmp_path / "run").mkdir()
+    done = run("experiment=fake", "cluster=slurm", f"run_dir={tmp_path}/run", PATH=path)
+    assert done.returncode == 1
+    assert "sbatch refused the job" in done.stderr
+    assert (tmp_path / "run").exists() is there
+    assert not there or list((tmp_path / "run").iterdir()) == []
+    (tmp_path / "bin" / "accepted").rmdir()
+    assert run("experiment=fake", "cluster=slurm", f"run_dir={tmp_path}/run", PATH=path).returncode == 0
+
+
+def test_a_further_attempt_that_sbatch_refuses_leaves_the_settings_of_the_one_before(tmp_path: Path):
+    directory = RunDirectory(tmp_path / "run")
+    made = run("experiment=fake", "cluster=slurm", "cluster.dry_run=true", "checkpoint.every=2", f"run_dir={directory.path}")
+    assert made.returncode == 0, made.stderr
+    half = HalfDone(directory.path)
+    before = {path: path.read_bytes() for path in (directory.config_json, directory.run_json, directory.cmdline)}
+    for path in before:
+        path.write_text("of the attempt that was refused")
+    half.take_back()
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_numbers_are_taken_as_slurms_users_mean_them_or_refused_with_what_to_type():
+    taken = SlurmSettings.model_validate_json('{"time": 10, "mem": 2000, "account": 12345}')
+    assert (taken.time, taken.minutes, taken.mem, taken.account) == ("10", 10, "2000", "12345")
+    for yaml_text, as_minutes, as_yaml in (
+        ("24:00:00", '"60-00:00:00" for 86400 minutes', '"24:00:00"'),
+        ("1440", '"1-00:00:00" for 1440 minutes', '"24:00"'),
+        ("90", '"01:30:00" for 90 minutes', '"1:30"'),
+    ):
+        with pytest.raises(ValidationError) as refused:
+            SlurmSettings.model_validate_json(json.dumps({"time": yaml.safe_load(yaml_text)}))
+        assert f"write {as_minutes}, or {as_yaml}" in str(refused.value)
+
+
+def test_an_option_in_a_list_works_as_the_refusal_prints_it(tmp_path: Path):
+    dry = ("experiment=fake", "cluster=slurm", "cluster.dry_run=true", f"run_dir={tmp_path}/run")
+    refused = run(*dry, "cluster.slurm.sbatch=[--export=NONE]")
+    assert refused.returncode == 2
+    printed = """'cluster.slurm.sbatch=["--export=NONE"]'"""
+    assert printed in refused.stderr
+    assert printed in (ROOT / "docs" / "slurm.md").read_text()
+    done = run(*dry, printed.strip("'"))
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --export=NONE" in (tmp_path / "run/slurm/submission.sh").read_text().splitlines()
+
+
+def test_a_sweep_in_slurm_gets_its_table_from_its_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    done = run(
+        "-m",
+        "experiment=fake",
+        "cluster=slurm",
+        "seed=0,1",
+        f"run_dir={tmp_path}/s",
+        PATH=slurm_that_accepts_once(tmp_path / "bin"),
+    )
+    assert done.returncode == 0, done.stderr
+    ended = RunDirectory(tmp_path / "s" / "000_tiny-grpo")
+    ended.exit_json.write_text('{"exit_code": 0}')
+    ended.summary_json.write_text('{"reward_mean_last": 0.75, "exit_reason": "done"}')
+    assert runs.main(["list", str(tmp_path / "s")]) == 0
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert [line.split()[:3] for line in table[1:3]] == [["0", "0", "0.75"], ["1", "-", "-"]]
+    assert [f"seed={seed}" in line.split() for seed, line in enumerate(table[1:3])] == [True, True]

@@ -8,17 +8,19 @@ from __future__ import annotations
 import functools
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from telescope._launch.slurm.queue import describe_state
+from telescope._launch.slurm.queue import QueuedJob, describe_state
 from telescope.runlog.attempts import read_lineage, read_submission
-from telescope.runlog.ending import read_object
+from telescope.runlog.files import read_object
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.opening import look
 from tests.packaging.test_wheel import python, wheel
 from tests.slurm.conftest import ROOT, Job, Submit
 from tests.slurm.real_slurm import Slurm
@@ -105,7 +107,7 @@ def test_nothing_is_left_after_scancel(tracking: str, submit: Submit, request: p
     job.until_gone()
     assert job.left() == []
     assert len(job.attempts) == 1
-    assert describe_state(job.directory, {job.job_id: "CANCELLED"}) == "cancelled"
+    assert describe_state(look(job.directory), {job.job_id: QueuedJob("CANCELLED")}) == "cancelled"
 
 
 def test_before_the_walltime_the_run_saves_its_step_is_queued_again_and_goes_on(slurm: Slurm, submit: Submit):
@@ -196,3 +198,28 @@ def test_the_real_trainer_and_the_real_engine_train_in_a_job(slurm: Slurm, submi
     job.until_gone()
     assert read_submission(job.directory).job_id == job.job_id
     assert job.left() == []
+
+
+def test_stop_saves_the_step_under_way_and_a_second_resume_is_refused(slurm: Slurm, submit: Submit):
+    (job,) = submit(slurm, *LONG, "checkpoint.every=1000000", python=sys.executable, cwd=ROOT)
+    job.until_under_way()
+    job.until(lambda: (read_object(job.directory.status_json).get("step") or 0) >= 1, "a step is trained")
+
+    def runs(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "telescope", "runs", *words]
+        environment = {**slurm.environment, "OMP_NUM_THREADS": "1", "TMPDIR": str(job.temporary)}
+        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+
+    stopped = runs("stop", str(job.directory.path), "--timeout", "150")
+    assert (stopped.returncode, stopped.stdout) == (0, f"{job.directory.path} has ended.\n"), stopped.stderr
+    ended = job.attempts[0]
+    assert (ended.why, ended.exit_code, ended.requeued) == ("cancelled", 75, False)
+    assert summary(job.directory)["exit_reason"].endswith("is complete")
+    job.until_gone()
+    held = runs("resume", str(job.directory.path), 'cluster.slurm.sbatch=["--begin=now+1hour"]')
+    assert held.returncode == 0, held.stderr
+    assert "pending: BeginTime" in runs("list", str(job.directory.path)).stdout
+    again = runs("resume", str(job.directory.path))
+    assert again.returncode == 1
+    assert "in Slurm, which is PENDING" in again.stderr
+    assert "is cancelled" in runs("stop", str(job.directory.path)).stdout

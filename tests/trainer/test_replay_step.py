@@ -418,7 +418,7 @@ def test_what_was_not_kept_or_not_wholly_is_refused_in_words(tmp_path, capsys):
         assert words.partition(" of .* ")[2] or words in capsys.readouterr().err
     (run.kept(3) / "rank_1.npz").write_bytes(b"PK no such thing")
     assert main([str(run.path), "--step", "3"]) == 1
-    assert "rank_1.npz can't be read" in capsys.readouterr().err
+    assert "rank_1.npz is damaged: " in capsys.readouterr().err
     keeper(run, config).trained(make_shard(4), wrong())
     assert main([str(run.path), "--step", "4", "--weights", str(tmp_path)]) == 1
     assert "is no folder with a model in it" in capsys.readouterr().err

@@ -21,8 +21,9 @@ import numpy as np
 
 from telescope.cli.arguments import from_one
 from telescope.config.models import ModelNotFound, model_folder
-from telescope.config.run import RunConfig, load_run
+from telescope.config.run import RunConfig
 from telescope.maths.support import Support, left_out
+from telescope.runlog import opening
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.workers.tokenizer import TokenizerError, load_template
@@ -48,10 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--weights FOLDER and --version N go together: which version of the weights the folder holds")
     run = RunDirectory(Path(asked.run_directory))
     try:
-        if not run.path.is_dir():
-            raise NothingToShow(f"{run.path} is not a folder: name a run directory")
+        config = opening.read(run)
         chosen = choose(rows(run, "tokens"), step=asked.step, rollout=asked.rollout, folder=asked.run_directory)
-        config = load_run(run.config_json)
         decode, recomputer = _make_decoder(config), _load_recomputer(config, asked)
     except (NothingToShow, ModelNotFound, OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
