@@ -15,7 +15,7 @@ import msgspec
 from telescope._launch.child_processes import ProcessEnd
 from telescope._launch.stacks import read_stacks
 from telescope.exit_codes import COMPONENT_FAILED
-from telescope.runlog.ending import read_object
+from telescope.runlog.files import read_object
 from telescope.runlog.layout import RunDirectory
 
 TAIL_LINES = 15

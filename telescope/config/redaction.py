@@ -155,10 +155,7 @@ class Redactor:
         for form in self._forms:
             if form in text:
                 text = text.replace(form, REDACTED)
-        for hints, shape in _SHAPES:
-            if any(hint in text for hint in hints):
-                text = shape.sub(_keep_front, text)
-        return text
+        return redact_shapes(text)
 
     def data(self, data: bytes) -> bytes:
         """The same for bytes of a text."""
@@ -204,6 +201,14 @@ class Redactor:
             return line
         end = b"\n" if line.endswith(b"\n") else b""
         return json.dumps(clean, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + end
+
+
+def redact_shapes(text: str) -> str:
+    """What has the shape of a key, whoever wrote it."""
+    for hints, shape in _SHAPES:
+        if any(hint in text for hint in hints):
+            text = shape.sub(_keep_front, text)
+    return text
 
 
 def _keep_front(match: re.Match[str]) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from telescope.config.redaction import REDACTED, find_secret_values, spell_all
+from telescope.config.redaction import REDACTED, find_secret_values, redact_shapes, spell_all
 from telescope.config.redaction import is_secret_name as is_secret_name
 
 _WHOLE = re.compile(r"^\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}$")
@@ -99,10 +99,10 @@ def secret_values(environ: Mapping[str, str], settings: Any = ()) -> frozenset[s
 
 
 def scrubbed(text: str, secrets: Iterable[str]) -> str:
-    """The text with `<redacted>` in place of each secret value."""
+    """The text with `<redacted>` in place of each secret value, and of what has the shape of a key."""
     for secret in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
         text = text.replace(secret, REDACTED)
-    return text
+    return redact_shapes(text)
 
 
 def redacted(settings: Any, name: str = "") -> Any:

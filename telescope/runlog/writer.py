@@ -40,6 +40,9 @@ STALL_S = 30.0
 WAITING_BYTES = 64 * 2**20
 """Of rows that a disk does not take. It may be full for a moment only, or the process out of descriptors."""
 
+OF_NUMBERS = frozenset({"turns", "tokens", "batches", "step_metrics", "spans", "memory"})
+"""Streams without a text of anybody's."""
+
 Written = Callable[[], None]
 
 
@@ -218,7 +221,8 @@ class RunLog:
     def _encode(self, entry: _Entry) -> bytes | None:
         """The row's line; None, and counted, where no JSON can hold it."""
         try:
-            return self.redactor.json_line(_line(entry.row))
+            line = _line(entry.row)
+            return line if is_clean(entry.stream, entry.row) else self.redactor.json_line(line)
         except (TypeError, ValueError, RecursionError) as error:
             self.counters.unlogged += 1
             level = logging.DEBUG if self._alerted_of_encoding else logging.ERROR
@@ -287,6 +291,11 @@ class RunLog:
             self.counters.sealed_blocks += 1
         except Exception as error:  # noqa: BLE001 whatever keeps a block from being made, the rows are safe as they are
             log.error("segment %d of %s stays unsealed (%s); it is still readable", segment.number, stream, error)
+
+
+def is_clean(stream: str, row: Mapping[str, Any]) -> bool:
+    """Whether nothing is to be looked for in a row: it is of numbers and names, or a worker has seen to its texts."""
+    return stream in OF_NUMBERS or (stream == "rollouts" and "cause" not in row)
 
 
 def _line(row: dict[str, Any]) -> bytes:

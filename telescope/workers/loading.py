@@ -76,7 +76,8 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
         if not prompts.get("train"):
             raise ValueError("it has no prompts in its train split")
         _refuse(find_class_mistake(kind))
-        secrets = secret_values(os.environ, entry.kwargs)
+        referring = [*(other.kwargs for other in config.environments.values()), config.cluster.env]
+        secrets = secret_values(os.environ, referring)
         card = make_card(label, environment, prompts, entry.kwargs)
         return LoadedEnvironment(label, environment, prompts, card, secrets, entry.set_up_timeout_s, entry.tear_down_timeout_s)
     except ValidationError as error:
