@@ -190,7 +190,7 @@ async def test_what_a_server_gives_to_keep_is_not_sent_back():
     """Else each answer could lengthen all later requests."""
 
     async def give(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(answer(completion("yes"), "set-cookie: a=" + "z" * 1000))
+        writer.write(answer(completion("yes").encode(), "set-cookie: a=" + "z" * 1000))
 
     async with serving(give) as (endpoint, heads):
         for _ in range(2):

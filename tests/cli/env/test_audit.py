@@ -115,7 +115,7 @@ def test_what_was_not_kept_is_said_with_what_was(run: RunDirectory, capsys: pyte
     assert main(["audit", str(run.path), "--rollout", "50"]) == 1
     assert capsys.readouterr().err == "the tokens of rollout 50 were not kept; there are those of 20, 21\n"
     assert main(["audit", str(run.path / "logs")]) == 1
-    assert "keeps no tokens: it is not a run directory" in capsys.readouterr().err
+    assert "logs has no config.json: it is not a run directory" in capsys.readouterr().err
     many = [{"step": step, "rollout_id": step} for step in range(1, 41)]
     with pytest.raises(NothingToShow, match=r"1, 2, 3, 4, 5, 6, …, 38, 39, 40 \(40 in all\)"):
         choose(many, step=99, rollout=None, folder="run")
