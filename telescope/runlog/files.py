@@ -41,6 +41,8 @@ def open_file(path: Path) -> BinaryIO:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
+    except NotADirectoryError as error:  # below a file nothing is there either
+        raise FileNotFoundError(error.errno, error.strerror, str(path)) from error
     except OSError as error:
         raise DamagedFile(path, f"can't be read: {error.strerror or error}") from error
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)

@@ -201,11 +201,13 @@ def test_a_spoiled_file_is_named_or_does_not_matter(
             named = Path(name).name in said
             if code not in (0, 1) or (command == "list" and code):
                 wrong.append(f"{command} with {spoil} {name}: exit code {code}: {said}")
-            if spoil in HOPELESS and name in USES.get(command, ()) and not named:
+            # a checkpoint without its complete.json is not whole: `export latest` takes the one before it, by its name
+            earlier = command == "export" and name.endswith("complete.json") and "step_00000002" in said
+            if spoil in HOPELESS and name in USES.get(command, ()) and not (named or earlier):
                 wrong.append(f"{command} with {spoil} {name} does not name it: {said}")
             if command == "resume" and code and (left_of(run) != before or not (named or "step_0" in said)):
                 wrong.append(f"resume with {spoil} {name} has moved something, or names nothing: {said}")
-            if "Traceback" in said or len(said) > 20_000:
+            if "Traceback" in said or (len(said) > 20_000 and command != "tail"):  # which shows the log as it is
                 wrong.append(f"{command} with {spoil} {name}: {said[:2000]}")
         shutil.rmtree(run)
     assert not wrong, "\n".join(wrong)

@@ -12,17 +12,19 @@ from telescope.cli.main import main
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("runs stop {file}", "{file} is not watched by any process: it never started, or this is no run directory\n"),
-        ("env audit {file}", "{file} is not a folder: name a run directory\n"),
+        (
+            "runs stop {file}",
+            "{file} is not known to be watched by any process: it never started, or this is no run directory\n",
+        ),
+        ("env audit {file}", "{file} has no config.json: it is not a run directory\n"),
         ("bundle {file}", "telescope bundle: {file}: Not a directory; name a new folder\n"),
         (
             "export latest --to {new} --run-dir {garbage}",
-            "telescope export: {garbage}/config.json is not the configuration of a run in format 1\n",
+            "telescope export: {garbage}/config.json is damaged: JSON is malformed: invalid character (byte 0)\n",
         ),
         (
             "run experiment=fake run_dir={garbage} checkpoint.resume=true",
-            "{garbage}/config.json can't be read, and checkpoint.resume goes on with what it holds: name another run_dir\n"
-            "Nothing was started.\n",
+            "{garbage}/config.json is damaged: JSON is malformed: invalid character (byte 0)\nNothing was started.\n",
         ),
     ],
 )

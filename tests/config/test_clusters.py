@@ -55,7 +55,7 @@ def test_a_slurm_of_ones_own_is_one_file_and_the_command_line_wins(tmp_path: Pat
     ("wrong", "said"),
     [
         ("nods: 4", "cluster.nods=4: there is no such setting. Did you mean cluster.nodes?"),
-        ("slurm: {partition: 7}", "cluster.slurm.partition=7 must be text"),
+        ("slurm: {partition: [7]}", "cluster.slurm.partition=[7] must be text"),
     ],
 )
 def test_a_typo_in_the_file_is_refused_with_its_place(tmp_path: Path, wrong: str, said: str):

@@ -53,7 +53,7 @@ def in_a_process(code: str, cwd: Path) -> str:
 def test_help_names_groups_options_and_where_to_read_on(telescope, tmp_path):
     shown = telescope("--help")
     assert shown.returncode == 0
-    for word in ("algorithm", "cispo", "grpo*", "env", "countdown*", "--config-dir", "docs/configuration.md", "Exit codes"):
+    for word in ("algorithm", "cispo", "grpo*", "env", "countdown*", "--config-dir", "docs/settings/", "Exit codes"):
         assert word in shown.stdout
     assert list(tmp_path.iterdir()) == []
 

@@ -102,7 +102,7 @@ def test_a_transport_of_cpus_is_planned_for_them_and_refused_for_a_card(say: Cal
 def test_a_folder_that_is_no_run_is_refused(say: Callable[..., tuple[int, str]], tmp_path: object) -> None:
     code, said = say("cluster.device=cpu", "--calibrate", str(tmp_path))
     assert code == 1
-    assert f"--calibrate {tmp_path}: that is no run directory, as it has no config.json" in said
+    assert f"--calibrate {tmp_path}: {tmp_path} has no config.json: it is not a run directory" in said
 
 
 def test_a_model_of_unknown_size_is_planned_without_memory(say: Callable[..., tuple[int, str]]) -> None:
