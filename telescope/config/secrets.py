@@ -100,7 +100,8 @@ def secret_values(environ: Mapping[str, str], settings: Any = ()) -> frozenset[s
 
 def scrubbed(text: str, secrets: Iterable[str]) -> str:
     """The text with `<redacted>` in place of each secret value, and of what has the shape of a key."""
-    for secret in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
+    found = [secret for secret in secrets if secret in text]
+    for secret in sorted(found, key=len, reverse=True):  # one may be the beginning of another
         text = text.replace(secret, REDACTED)
     return redact_shapes(text)
 

@@ -124,7 +124,7 @@ async def test_a_worker_says_hello_plays_a_step_cheaply_and_stops(tmp_path: Path
         spent = after.user + after.system - before.user - before.system
         threads = sorted(((t.user_time + t.system_time), t.id == process.pid) for t in watched.threads())
         print(f"256 rollouts cost the worker {spent:.3f} CPU-s", threads[-4:])
-        assert spent < 0.25  # 0.04 to 0.07 measured
+        assert spent < 0.6  # 0.04 to 0.07 measured, 0.3 on a slow AMD EPYC
         assert len(done) == 256
         assert {body.prompt_tokens for body in done} <= set(range(17, 20))
         await hub.close("all steps are done")
