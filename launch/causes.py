@@ -38,12 +38,16 @@ class FailureCause(msgspec.Struct, frozen=True):
 
 
 def find_root_cause(
-    run: RunDirectory, names: Sequence[str], ends: dict[str, ProcessEnd], incarnations: Mapping[str, int] | None = None
+    run: RunDirectory,
+    names: Sequence[str],
+    ends: dict[str, ProcessEnd],
+    incarnations: Mapping[str, int] | None = None,
+    asked: str = "",
 ) -> FailureCause | None:
     """The first process that died without being told to, or the one that it blames; None where each was told or left with 0.
 
     `names` are all processes of the run, `ends` those that have ended; `incarnations` says of those started again which one
-    each is in. Ask at once: what is told to leave later writes sentences too.
+    each is in; `asked`: the process that was asked where it is. Ask at once: what is told to leave later writes sentences too.
     """
     failed = {name: end for name, end in ends.items() if end.failed}
     if not failed:
@@ -51,7 +55,10 @@ def find_root_cause(
     first = min(failed, key=lambda name: failed[name].at)
     confession = _find_confession(run, names) if first == "orchestrator" and _leaves_for_another(ends[first]) else ""
     culprit = confession or find_suspect(run, names, ends) or first
-    return make_cause(run, culprit, first, ends, (incarnations or {}).get(culprit, 1))
+    cause = make_cause(run, culprit, first, ends, (incarnations or {}).get(culprit, 1))
+    if culprit != asked:
+        return cause
+    return msgspec.structs.replace(cause, sentence=cause.sentence + describe_stack(run, culprit, Path(cause.log)))
 
 
 def find_suspect(run: RunDirectory, names: Sequence[str], ends: Mapping[str, ProcessEnd]) -> str:
@@ -80,7 +87,7 @@ def make_cause(run: RunDirectory, culprit: str, first: str, ends: dict[str, Proc
         if left and not left.ordered and left.at < ends[first].at:
             sentence = f"{culprit} {describe_end(left)} while the run went on, without a word. {sentence}"
     log = run.log(culprit, incarnation)
-    return FailureCause(culprit, f"{sentence}{describe_stack(run, culprit, log)}", str(log), read_tail(log))
+    return FailureCause(culprit, sentence, str(log), read_tail(log))
 
 
 def describe_stack(run: RunDirectory, name: str, log: Path) -> str:

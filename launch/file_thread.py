@@ -6,6 +6,7 @@ Calls run one after another. Owns the waiting, with its limit; refuses to know w
 from __future__ import annotations
 
 import errno
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 LIMIT_S = 5.0
 """A file system that has not answered by then hangs, and the supervisor goes on without it."""
@@ -25,11 +27,13 @@ class FileThread:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._pending: Future[Any] | None = None
         """What was posted last."""
+        self._complained = False
         threading.Thread(target=self._run_calls, name="files", daemon=True).start()
 
     def post(self, call: Callable[[], object]) -> None:
         """Run it when its turn comes, and don't wait."""
         self._pending = Future()
+        self._pending.add_done_callback(self._complain)
         self._calls.put((self._pending, call))
 
     def post_if_idle(self, call: Callable[[], object]) -> None:
@@ -47,6 +51,12 @@ class FileThread:
             if done.done():  # the call has raised it itself
                 raise
             raise OSError(errno.ETIMEDOUT, f"the file system has not answered for {limit_s:g} s") from None
+
+    def _complain(self, done: Future[Any]) -> None:
+        """Nobody waits for what was posted: its first error is told here."""
+        if (error := done.exception()) is not None and not self._complained:
+            self._complained = True
+            log.error("the run's files could not be looked at", exc_info=error)
 
     def _run_calls(self) -> None:
         while True:

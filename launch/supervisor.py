@@ -191,8 +191,8 @@ class Supervisor:
         self.nodes = nodes
         self.phase = ShutdownPhase.RUNNING
         self.deadline = float("inf")
-        self.stack_due = float("inf")
-        """When a silent process that was asked where it is has had its time."""
+        self.asked, self.stack_due = "", float("inf")
+        """The silent process that was asked where it is, and when it has had its time."""
         self.interrupted: int | None = None
         self.cause: FailureCause | None = None
         self.late: list[str] = []
@@ -384,6 +384,7 @@ class Supervisor:
             if suspect is None or suspect.ended:
                 return False
             suspect.ask_stack()
+            self.asked = suspect.name
             self.stack_due = time.monotonic() + self.timeouts.stack_s
         return time.monotonic() < self.stack_due
 
@@ -420,7 +421,9 @@ class Supervisor:
     def find_cause(self, ends: dict[str, ProcessEnd]) -> FailureCause | None:
         """Why a process has failed, by what all have written; by its exit code alone where the files can't be read."""
         try:
-            return self.files.run(lambda: find_root_cause(self.directory, self.plan.names, ends, self.restarts.incarnations))
+            return self.files.run(
+                lambda: find_root_cause(self.directory, self.plan.names, ends, self.restarts.incarnations, self.asked)
+            )
         except OSError as error:
             first = min(self.failed, key=lambda name: ends[name].at)
             sentence = f"{first} {describe_end(ends[first])}; why can't be read: {error.strerror}"

@@ -40,3 +40,15 @@ def test_one_that_left_after_the_orchestrator_or_was_told_to_is_not_said_to_have
 
 def test_one_that_is_silent_and_alive_is_told_in_the_orchestrators_words(run: RunDirectory):
     assert sentence(run, orchestrator=ProcessEnd(70, at=30.0)) == ("worker-0", SILENT)
+
+
+def test_stacks_are_told_of_who_was_asked_and_not_of_who_crashed_with_some_in_its_log(run: RunDirectory):
+    run.log("worker-0").parent.mkdir(exist_ok=True)
+    run.log("worker-0").write_text('Current thread 0x01 (most recent call first):\n  File "/x/hard.py", line 12 in reward\n')
+    ends = {"orchestrator": ProcessEnd(70, at=30.0)}
+    crashed = find_root_cause(run, NAMES, ends)
+    asked = find_root_cause(run, NAMES, ends, asked="worker-0")
+    assert crashed is not None
+    assert asked is not None
+    assert crashed.sentence == SILENT
+    assert asked.sentence == f"{SILENT} When it was asked, it was at /x/hard.py:12 (reward)."

@@ -1,7 +1,7 @@
 """vLLM's own OpenAI-compatible HTTP application beside the link: the same engine, the same event loop, loopback by default.
 
 For looking in while a run goes on. It knows nothing of weights and can't pause the engine: vLLM's development routes stay off.
-Owns the port, the key and where the address is written, and how the application is built in vLLM 0.25 to 0.32. vLLM is imported
+Owns the port, the address that is written down, and how the application is built in vLLM 0.25 to 0.32. vLLM is imported
 by the functions that need it.
 """
 
