@@ -27,6 +27,7 @@ from pathlib import Path
 BEGIN = re.compile(r"\w*Engine\.commit")
 END = re.compile(r"\w*Backend\.train_step")
 """By the names of methods that any engine and any backend has."""
+PRODUCT = ("telescope", "launch")
 STEPS = 6
 RUN = (
     *("-m", "telescope.run", "experiment=fake", f"number_of_steps={STEPS}", "orchestrator.max_async_rollout=0"),
@@ -44,6 +45,7 @@ import threading
 import time
 
 ROOT = os.environ["TRACE_ROOT"]
+PRODUCT = tuple(os.path.join(ROOT, name) + os.sep for name in os.environ["TRACE_PRODUCT"].split())
 OUT = os.open(os.path.join(os.environ["TRACE_OUT"], str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 OPTIMISED = 1  # the flag of a function's code; bodies of modules and classes lack it
 KEY = "rollout_id"
@@ -52,7 +54,7 @@ files, kinds = {}, {}
 
 def file_of(code):
     """Its path from the checkout's top; empty where it is not a function of the product."""
-    if not code.co_flags & OPTIMISED or not code.co_filename.startswith(ROOT + os.sep):
+    if not code.co_flags & OPTIMISED or not code.co_filename.startswith(PRODUCT):
         return ""
     return os.path.relpath(os.path.realpath(code.co_filename), ROOT)
 
@@ -62,7 +64,7 @@ def fields(value):
     kind = type(value)
     if kind not in kinds:
         module = sys.modules.get(kind.__module__)
-        ours = os.path.realpath(getattr(module, "__file__", None) or "").startswith(ROOT + os.sep)
+        ours = os.path.realpath(getattr(module, "__file__", None) or "").startswith(PRODUCT)
         told = [getattr(kind, name, ()) for name in ("__struct_fields__", "__dataclass_fields__", "__slots__")]
         kinds[kind] = {name for names in told for name in names} if ours and not issubclass(kind, type) else None
     return () if kinds[kind] is None else {*kinds[kind], *getattr(value, "__dict__", ())}
@@ -123,6 +125,7 @@ def trace(root: Path) -> Rollout:
             "PYTHONPATH": f"{watching}{os.pathsep}{root}",
             "PYTHONDONTWRITEBYTECODE": "1",
             "TRACE_ROOT": str(root),
+            "TRACE_PRODUCT": " ".join(PRODUCT),
             "TRACE_OUT": str(out),
         }
         answer = subprocess.run(

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import _rollout_trace
 
-PRODUCT = ("telescope", "launch")
+PRODUCT = _rollout_trace.PRODUCT
 LONG_FILE, SHORT_FILE = 450, 40
 LONG_PAGE = 200
 FOLDERS = 6

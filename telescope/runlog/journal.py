@@ -36,7 +36,7 @@ class Journal:
 
     def append(self, line: bytes) -> None:
         """Write one line (its newline is added here); safe from SIGKILL when this returns."""
-        if any(key in line for key in TEXTS):
+        if any(key in line and line.count(key) > line.count(key + b'""') for key in TEXTS):
             line = self._redactor.json_line(line)
         view = memoryview(line + b"\n")
         try:

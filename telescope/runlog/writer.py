@@ -294,8 +294,11 @@ class RunLog:
 
 
 def is_clean(stream: str, row: Mapping[str, Any]) -> bool:
-    """Whether nothing is to be looked for in a row: it is of numbers and names, or a worker has seen to its texts."""
-    return stream in OF_NUMBERS or (stream == "rollouts" and "cause" not in row)
+    """Whether nothing is to be looked for in a row: it is of numbers and names, says nothing, or a worker has seen to its
+    texts."""
+    return (
+        stream in OF_NUMBERS or (stream == "groups" and not row.get("reason")) or (stream == "rollouts" and "cause" not in row)
+    )
 
 
 def _line(row: dict[str, Any]) -> bytes:
