@@ -119,7 +119,8 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> LaunchPlan:
     cluster = config.cluster
     _refuse_owned_variables(cluster.env)
     hosts = make_names_unique(hosts)
-    device = choose_device(cluster, *hosts)
+    fake = config.inference.engine == "fake" and config.backend_name == "fake"
+    device = "cpu" if fake and cluster.device == "auto" else choose_device(cluster, *hosts)
     servers, ranks = _count_processes(config, hosts, device)
     cards = [_HostGpus(host.gpus if device == "gpu" else ()) for host in hosts]
     seats = [

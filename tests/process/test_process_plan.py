@@ -19,7 +19,7 @@ from telescope._launch.process_plan import (
     write_plan,
 )
 from telescope.config.run import RunConfig
-from telescope.config.sections import ClusterSettings, EnvironmentEntry
+from telescope.config.sections import ClusterSettings, EnvironmentEntry, InferenceSettings
 from telescope.trainer.main import placement
 
 LAPTOP = Host("laptop", cpus=2)
@@ -76,6 +76,19 @@ def test_one_gpu_is_shared_by_a_server_and_a_rank_and_said() -> None:
     assert describe_shared_gpus(plan).startswith(
         "server-0 and trainer-0 share GPU 0: inference.gpu_memory_utilization must leave"
     )
+
+
+def test_a_fake_run_takes_no_gpu_unless_it_is_told_to() -> None:
+    """Its backend has weights of its own, which no transport between GPUs knows."""
+    for device, chosen in (("auto", "cpu"), ("gpu", "gpu")):
+        config = RunConfig(
+            environments={"countdown": EnvironmentEntry(name="countdown")},
+            algorithm={"name": "grpo"},
+            backend={"name": "fake"},
+            inference=InferenceSettings(engine="fake"),
+            cluster=ClusterSettings(device=device),
+        )
+        assert make_plan(config, (EIGHT,)).device == chosen
 
 
 def test_no_two_servers_and_no_two_ranks_share_a_gpu() -> None:
