@@ -37,6 +37,13 @@ def resolve(
     return container, [*walk.problems, *_leaks(container, environ)]
 
 
+def _made_of_a_variable(path: str) -> str:
+    return (
+        f"{path} is made by a resolver of what an environment variable holds, which would stand in the run's files: write the "
+        f"structure itself and refer to variables in its texts, e.g. {path}={{password: '${{oc.env:PASSWORD}}'}}"
+    )
+
+
 @contextmanager
 def _keeping_references() -> Iterator[None]:
     """Within it an interpolation gives the variable's name, wherever in a chain of interpolations it stands."""
@@ -70,7 +77,10 @@ class _Walk:
         if raw == MISSING:
             return self.refuse(path, must_be_given(path))
         if isinstance(raw, str) and "${" in raw and is_free_text(place, self.root, self.plugin_path):
-            reference = self.reference(node, key)
+            kept = self.keeping_references(node, key)
+            if not isinstance(kept, str) and _BEGIN in str(kept):
+                return self.refuse(path, _made_of_a_variable(path))
+            reference = kept.replace(_BEGIN, "${").replace(_END, "}") if isinstance(kept, str) and _BEGIN in kept else None
             if reference is not None and (is_secret_name(str(place[-1])) or not self.is_public(reference)):
                 return self.keep(reference, path)
         if isinstance(raw, str) and self.is_secret(str(place[-1]), raw):
@@ -91,14 +101,19 @@ class _Walk:
             return [item for item in items if item is not _LEFT_OUT]
         return value
 
-    def reference(self, node: Any, key: Any) -> str | None:
-        """The text with its references to variables; None where it has none, or is a number, or can't be resolved."""
+    def keeping_references(self, node: Any, key: Any) -> Any:
+        """What a setting is with its references to variables, marked. What can't be made of their names is made of their
+        values: it is given as marked, too; None where it can't be made at all."""
         try:
             with _keeping_references():
-                kept = node[key]
+                return node[key]
+        except (OmegaConfBaseException, ValueError):
+            pass
+        try:
+            node[key]
         except (OmegaConfBaseException, ValueError):
             return None
-        return kept.replace(_BEGIN, "${").replace(_END, "}") if isinstance(kept, str) and _BEGIN in kept else None
+        return (_BEGIN,)
 
     def is_public(self, reference: str) -> bool:
         """Whether all that it names is a path of this host, which is written down as any path is."""

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel, RootModel
+from typing_extensions import TypeAliasType, is_typeddict
 
 from telescope.config import plugins
 from telescope.config.redaction import has_key_shape
@@ -27,7 +34,8 @@ _OPEN: tuple[Place, ...] = (
     ("inference", "api_key"),
     ("inference", "vllm"),
 )
-_TEXT = (str, SecretStr, Any, object)
+_RECORDED = (bool, int, float, complex, Decimal, Fraction, PurePath, Enum, date, time, timedelta, type(None))
+"""What is resolved and written down, so that a run can be made again. Whatever else a text may become stays a reference."""
 _SOUNDS_SECRET = re.compile(
     r"(^|[_.-])(pwd|pat|dsn|auth|cookies?|authorization)$|passw|pwd$|secret|credential|api_?keys?$|(auth|access|bearer)_?tokens?$",
     re.I,
@@ -56,27 +64,47 @@ def _takes_text(
     if not isinstance(name, str):
         return True
     try:
-        return _is_text(plugins.load(kind, name, plugin_path), below)
+        return _may_be_text(plugins.load(kind, name, plugin_path), below)
     except plugins.PluginError:
         return True
 
 
-def _is_text(annotation: Any, below: Sequence[str | int]) -> bool:
-    """Whether a text may stand at `below` of a value of this type."""
+def _may_be_text(annotation: Any, below: Sequence[str | int]) -> bool:
+    """Whether something else than a number, a choice or a path may stand at `below` of a value of this type: a text, or what is
+    made of one, such as a URL."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _is_text(inner[0], below)
+        return _may_be_text(inner[0], below)
+    if isinstance(annotation, NewType):
+        return _may_be_text(annotation.__supertype__, below)
+    if isinstance(annotation, TypeAliasType):
+        return _may_be_text(annotation.__value__, below)
     if origin in (Union, UnionType):
-        return any(_is_text(one, below) for one in inner)
-    if not below or annotation in (Any, object):
-        return annotation in _TEXT
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        field = annotation.model_fields.get(str(below[0]))
-        return field is None or _is_text(field.annotation, below[1:])
-    if annotation in (dict, list, tuple, set, frozenset):
+        return any(_may_be_text(one, below) for one in inner)
+    if origin is Literal or (isinstance(annotation, type) and issubclass(annotation, _RECORDED)):
+        return False
+    if not below:
         return True
+    fields = _find_fields(annotation)
+    if fields is not None:
+        field = fields.get(str(below[0]))
+        return field is None or _may_be_text(field, below[1:])
     items = [one for one in inner[1 if isinstance(origin, type) and issubclass(origin, Mapping) else 0 :] if one is not ...]
-    return any(_is_text(one, below[1:]) for one in items)
+    return not items or any(_may_be_text(one, below[1:]) for one in items)
+
+
+def _find_fields(annotation: Any) -> Mapping[str, Any] | None:
+    """Types by name; None for what has no fields."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if issubclass(annotation, RootModel):
+            return None
+        return {name: field.annotation for name, field in annotation.model_fields.items()}
+    if is_typeddict(annotation) or is_dataclass(annotation):
+        try:
+            return get_type_hints(annotation)
+        except NameError:  # of a module that did not import what it names
+            return {}
+    return None
 
 
 def find_literal_secrets(config: RunConfig) -> list[str]:

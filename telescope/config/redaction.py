@@ -8,6 +8,7 @@ The standard library alone: the shim loads this file by its path. Refuses to kno
 from __future__ import annotations
 
 import base64
+import html
 import json
 import os
 import re
@@ -23,14 +24,15 @@ _SECRET_NAME = re.compile(
     r"(^|[_.-])(api_?key|access_?key|private_?key|key|token|passw(or)?d|passphrase|secret|credentials?)$", re.I
 )
 _JOINT = re.compile(rb"[^\r\n]{%d,}" % SHORTEST_SCRUBBED)
+_OWN_NAME = re.compile(r"[a-z]+(_[a-z]+)*")
 _ENCODED = re.compile("%[0-9A-F]{2}")
-_LINE = re.compile(r"[^\r\n]{16,}")
+_LINE = re.compile(rf"[^\r\n]{{{SHORTEST_SCRUBBED},}}")
 _TOKENS = re.compile(
     r"""
       \b(?: [srp]k-[A-Za-z0-9_-]{16,} | [srp]k_(?:live|test)_[A-Za-z0-9]{12,} | gh[pousr]_[A-Za-z0-9]{20,}
           | github_pat_\w{20,} | glpat-[\w-]{16,} | hf_[A-Za-z0-9]{20,} | xox[abeoprs]-[A-Za-z0-9-]{10,}
           | (?:AKIA|ASIA)[A-Z0-9]{16}\b | AIza[\w-]{30,} | ya29\.[\w-]{20,} | npm_[A-Za-z0-9]{30,} | pypi-[\w-]{20,}
-          | eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)? )
+          | (?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)? )
     | (?P<front> -----BEGIN\ [A-Z ]*PRIVATE\ KEY----- ) (?: [^"-]+ (?: -----END\ [A-Z ]*PRIVATE\ KEY----- )? )?
     """,
     re.X,
@@ -123,6 +125,9 @@ def _escape(text: str) -> Iterator[str]:
     yield json.dumps(text)[1:-1]
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield repr(text)[1:-1]
+    yield text.encode("ascii", "backslashreplace").decode()
+    yield html.escape(text)
+    yield text.replace("'", "'\\''")  # as a shell shows it
 
 
 def _encode_base64(data: bytes) -> Iterator[str]:
@@ -184,11 +189,12 @@ class Redactor:
         return any(form in data for form in self._encoded) or any(hint in data for hint in self._hints)
 
     def tree(self, value: Any) -> Any:
-        """The same in each text of dicts and lists, names too; numbers stay."""
+        """The same in each text of dicts and lists; numbers stay. A name that looks like one of our own stays too: the file
+        would not be read any more."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
-            return {self.tree(name): self.tree(inner) for name, inner in value.items()}
+            return {name if _OWN_NAME.fullmatch(name) else self.text(name): self.tree(inner) for name, inner in value.items()}
         return [self.tree(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def json_line(self, line: bytes) -> bytes:

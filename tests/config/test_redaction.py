@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from urllib.parse import quote
 
 import pytest
@@ -119,5 +120,36 @@ def test_values_are_those_of_references_and_of_secret_names_but_no_words_and_no_
     }
     assert find_secret_values(environ, ["DATABASE_URL", "PLACE", "PEM", "NOT_SET"]) == {
         *("postgres://me:p%40ss-word@db/x", "p%40ss-word", "p@ss-word", "hf_abcdefgh\n", "hf_abcdefgh"),
-        *(environ["PEM"], environ["PEM"].strip(), "abcdefghijklmnop"),
+        *(environ["PEM"], environ["PEM"].strip(), "-----BEGIN-----", "abcdefghijklmnop"),
     }
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "eyJ-", "eyJa.", "eyJaaaaaaaa.", "sk-", "ghp_", "://a:", "://a:b@", "Bearer ", "Bearer a", "Authorization: ",
+        "authorization:a", "-----BEGIN PRIVATE KEY-----", "-----BEGIN A", "hf_", "xoxb-", "AKIA", "a", " ", "-", "%", "pypi-", "https://",
+    ],
+)  # fmt: skip
+def test_no_text_takes_long(piece: str):
+    """A program's output of 100 kB once held its worker for minutes: the beginning of a token at each of its characters."""
+    redactor = Redactor(["a secret value", "postgres://me:hunter2Zebra@db/x"])
+    text = piece * (400_000 // len(piece))
+    started = time.process_time()
+    redactor.lines(text.encode())
+    assert time.process_time() - started < 2.0
+
+
+def test_names_of_our_own_stay_and_others_do_not():
+    redactor = Redactor(["discarded", "Opensesame"])
+    told = {"discarded": 7, "failed: Opensesame": 1, "why": "it was discarded"}
+    assert redactor.tree(told) == {"discarded": 7, "failed: <redacted>": 1, "why": "it was <redacted>"}
+
+
+@pytest.mark.parametrize(("secret", "told"), [
+    ("pässwörter", r"p\xe4ssw\xf6rter"),
+    ('{"password": "abc"}', "{&quot;password&quot;: &quot;abc&quot;}"),
+    ("it's a secret", "+ login 'it'\\''s a secret'"),
+])  # fmt: skip
+def test_what_python_html_and_shells_make_of_a_value_is_known_too(secret: str, told: str):
+    assert Redactor([secret]).text(f"so: {told}.") in ("so: <redacted>.", "so: + login '<redacted>'.")

@@ -145,6 +145,80 @@ def test_a_reference_in_free_text_stays_whatever_its_name_whole_or_embedded(comp
     assert "s3cr3t" in json.dumps(reveal_all(point.config.environments["leak"].kwargs, PASSWORD))
 
 
+TYPED = """
+from dataclasses import dataclass
+from typing import Any, NewType, Optional
+from pydantic import AnyUrl, Json, PostgresDsn, RootModel, SecretBytes
+from typing_extensions import TypeAliasType, TypedDict
+from telescope.environments.base import SingleTurn
+
+Name = NewType("Name", str)
+Alias = TypeAliasType("Alias", str)
+
+class Login(TypedDict):
+    user: str
+    tries: int
+
+@dataclass
+class Place:
+    host: str = ""
+    port: int = 0
+
+class Typed(SingleTurn):
+    url: Optional[AnyUrl] = None
+    dsn: Optional[PostgresDsn] = None
+    name: Name = Name("")
+    alias: Alias = ""
+    login: Optional[Login] = None
+    place: Place = Place()
+    data: bytes = b""
+    root: RootModel[str] = RootModel[str]("")
+    parsed: Optional[Json[Any]] = None
+    hidden: Optional[SecretBytes] = None
+    extra: dict[str, Any] = {}
+    text: str = ""
+
+    def prompts(self, split):
+        return []
+"""
+TYPED_ENVIRON = {
+    "PGURL": "postgres://me:hunter2Zebra@db.local/x", "PGJ": '{"password": "hunter2Zebra-quark"}', "PGPW": "hunter2Zebra-quark",
+    "PORT": "5432",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "url=${oc.env:PGURL}", "dsn=${oc.env:PGURL}", "name=${oc.env:PGPW}", "alias=${oc.env:PGPW}",
+        "login={user: '${oc.env:PGPW}', tries: 1}", "place={host: '${oc.env:PGPW}'}", "data=${oc.env:PGPW}",
+        "root=${oc.env:PGPW}", "parsed=${oc.env:PGJ}", "hidden=${oc.env:PGPW}", "extra={a: {b: ['${oc.env:PGPW}']}}",
+        "extra=${oc.env:PGJ}", 'extra="${oc.decode:${oc.env:PGJ}}"', 'extra="${oc.create:{a:${oc.env:PGPW}}}"',
+        "text=['${oc.env:PGPW}']", 'text="${oc.decode:${oc.env:PGPW}}"',
+    ],
+)  # fmt: skip
+def test_whatever_type_a_text_becomes_its_value_is_written_nowhere(tmp_path: Path, given: str):
+    """It stays a reference, or the configuration is refused."""
+    write(tmp_path / "plugins" / "environments" / "typed.py", TYPED)
+    point = compose_one("env=[typed]", f"environments.typed.kwargs.{given}", config_dir=tmp_path, environ=TYPED_ENVIRON)
+    told = sentences(point) + (dump_run(point.config) if point.config else "")
+    assert "can't be imported" not in told
+    assert "hunter2" not in told
+    assert "oc.env:" in told or "must be" in told or "environments.typed" in sentences(point)
+
+
+def test_numbers_within_records_are_resolved(tmp_path: Path):
+    write(tmp_path / "plugins" / "environments" / "typed.py", TYPED)
+    port = "'${oc.decode:${oc.env:PORT}}'"
+    given = f"environments.typed.kwargs={{place: {{host: h, port: {port}}}, login: {{user: u, tries: {port}}}}}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PORT", "5432")
+        point = compose_one("env=[typed]", given, config_dir=tmp_path, environ=TYPED_ENVIRON)
+    assert not sentences(point)
+    kwargs = point.config.environments["typed"].kwargs
+    assert (kwargs["place"]["port"], kwargs["login"]["tries"]) == (5432, 5432)
+
+
 def test_choices_numbers_paths_and_model_names_are_resolved_and_recorded(compose_leak, tmp_path, monkeypatch):
     environ = {"TONE": "loud", "N": "3", "PLACE": "/not/there", "HOME_OF_MINE": str(tmp_path), "MODEL": "tiny_turns"}
     for name, value in environ.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import httpx
 import pytest
@@ -37,7 +38,7 @@ class Inside:
 
 def client_of(inside: Inside, *, key: str | None = None, sequences: int = 4, last: bool = True, adapters: bool = False):
     gate = HttpGate(inside, GateRules(key, sequences, last, adapters))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://here")  # type: ignore[arg-type]
+    return httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://localhost")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ async def test_what_is_not_on_the_list_is_not_there(path: str):
     inside = Inside()
     async with client_of(inside, key="sesame") as client:
         for headers in ({}, {"Authorization": "Bearer sesame"}):
-            request = client.build_request("POST", "http://here", json={}, headers=headers)
+            request = client.build_request("POST", "http://localhost", json={}, headers=headers)
             request.url = request.url.copy_with(raw_path=path.encode())
             assert (await client.send(request)).status_code == 404
     assert inside.bodies == []
@@ -85,6 +86,22 @@ async def test_a_web_page_needs_a_key():
         assert (await client.post("/v1/completions", json={}, headers=page)).status_code == 403
 
 
+@pytest.mark.parametrize(
+    ("host", "answer"),
+    [
+        ("127.0.0.1:8100", 200), ("[::1]:8100", 200), ("10.0.0.7", 200), (socket.gethostname(), 200), ("LOCALHOST:1", 200),
+        ("evil.example", 403), ("evil.example:8100", 403), ("localhost.evil.example", 403), ("[::1", 403),
+    ],
+)  # fmt: skip
+async def test_a_page_whose_name_points_here_needs_a_key(host: str, answer: int):
+    """DNS rebinding: such a GET has no Origin."""
+    async with client_of(Inside()) as client:
+        assert (await client.get("/v1/models", headers={"Host": host})).status_code == answer
+    async with client_of(Inside(), key="sesame") as client:
+        named = {"Host": host, "Authorization": "Bearer sesame"}
+        assert (await client.get("/v1/models", headers=named)).status_code == 200
+
+
 async def test_the_callers_priority_is_not_theirs_to_choose():
     inside = Inside()
     async with client_of(inside) as client:
@@ -94,14 +111,17 @@ async def test_the_callers_priority_is_not_theirs_to_choose():
     assert inside.bodies == [{"prompt": "a", "priority": LAST_PRIORITY}, {"prompt": "a"}]
 
 
-@pytest.mark.parametrize("trap", [{"echo": True, "logprobs": 0}, {"prompt_logprobs": 1}, {"echo": True, "logprobs": True}])
+@pytest.mark.parametrize("trap", [
+    {"echo": True, "logprobs": 0}, {"prompt_logprobs": 1}, {"echo": True, "logprobs": True}, {"echo": True, "logprobs": False},
+    {"echo": "yes", "logprobs": 1}, {"echo": 1}, {"prompt_logprobs": "0"}, {"prompt_logprobs": False},
+])  # fmt: skip
 async def test_log_probs_of_a_prompt_are_refused_where_adapters_are_served(trap: dict):
     inside = Inside()
     async with client_of(inside, adapters=True) as client:
         answer = await client.post("/v1/completions", json={"prompt": "a", **trap})
         assert answer.status_code == 400
         assert "export a checkpoint" in answer.json()["error"]["message"]
-        assert (await client.post("/v1/completions", json={"prompt": "a", "echo": True})).status_code == 200
+        assert (await client.post("/v1/completions", json={"prompt": "a", "echo": False})).status_code == 200
         assert (await client.post("/v1/completions", json={"prompt": "a", "logprobs": 1})).status_code == 200
     async with client_of(inside) as client:
         assert (await client.post("/v1/completions", json={"prompt": "a", **trap})).status_code == 200
@@ -117,6 +137,9 @@ async def test_requests_wait_for_a_place_and_a_greedy_one_is_refused():
         greedy = await client.post("/v1/completions", json={"prompt": "a", "n": 256})
         assert greedy.status_code == 400
         assert "inference.http_sequences" in greedy.json()["error"]["message"]
+        for written in ("256", 256.0, True, [256], {}):
+            answer = await client.post("/v1/completions", json={"prompt": "a", "n": written})
+            assert (answer.status_code, "is not a whole number" in answer.text) == (400, True)
         inside.let.set()
         assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 8
     assert inside.most == 3
@@ -184,7 +207,7 @@ async def test_a_websocket_is_closed():
         ({"prompt": ["a", "b"], "n": 3}, 6),
         ({"prompt": [[1], [2]], "best_of": 4, "n": 2}, 8),
         ({"messages": [], "n": 5}, 5),
-        ({"prompt": [], "n": "x"}, 1),
+        ({"prompt": [], "n": None}, 1),
         ({"n": -7}, 1),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from telescope.config.redaction import Redactor
 from telescope.runlog import writer
 from telescope.runlog.journal import Journal, JournalError, journal_lines
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse, write_atomically
@@ -304,3 +305,11 @@ def test_rows_beyond_what_memory_should_hold_are_counted_as_lost(run: RunDirecto
         log.append("rollouts", {"rollout_id": number})
     log.close()
     assert (log.counters.rows, log.counters.unlogged) == (0, 100)
+
+
+def test_a_journal_hides_what_was_said_and_nothing_that_a_replay_compares(run: RunDirectory):
+    journal = Journal(run.journal, Redactor(["discarded", "group_id"]))
+    journal.append(rb'{"state":"discarded","group_id":3,"reason":"was \"discarded\" by group_id","cause":""}')
+    journal.close()
+    (line,) = journal_lines(run.journal)
+    assert line == rb'{"state":"discarded","group_id":3,"reason":"was \"<redacted>\" by <redacted>","cause":""}'

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 ALLOWED = {
     "/health": "GET",
@@ -90,8 +93,10 @@ class HttpGate:
             raise Refused(404, f"{scope['method']} {path} is not served: there are {', '.join(sorted(ALLOWED))}")
         headers = dict(scope["headers"])
         if self._rules.key is None:
-            if b"origin" in headers:  # a page in a browser on this machine, whoever wrote it
-                raise Refused(403, "requests of web pages are served with a key only: set inference.api_key")
+            if b"origin" in headers or not _is_own_name(headers.get(b"host", b"")):  # a page in a browser, whoever wrote it
+                raise Refused(
+                    403, "requests of web pages, and for other names than this host's, need a key: set inference.api_key"
+                )
             return
         given = headers.get(b"authorization", b"")
         if path not in OPEN and not hmac.compare_digest(given, f"Bearer {self._rules.key}".encode()):
@@ -105,11 +110,12 @@ class HttpGate:
             raise Refused(400, f"the body is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise Refused(400, "the body is not a JSON object")
-        if self._rules.adapters and (body.get("prompt_logprobs") is not None or (body.get("echo") and _wants_logprobs(body))):
+        # by what is not given, since vLLM reads "1", 1.0 and even false as numbers
+        if self._rules.adapters and (body.get("prompt_logprobs") is not None or body.get("echo") not in (None, False)):
             raise Refused(
                 400,
-                "log-probs of a prompt (prompt_logprobs, echo with logprobs) are not served by a run that trains adapters: "
-                "vLLM ends its engine over them; export a checkpoint and ask that",
+                "log-probs of a prompt (prompt_logprobs, echo) are not served by a run that trains adapters: vLLM ends its "
+                "engine over them; export a checkpoint and ask that",
             )
         if (asked := count_sequences(body)) > self._rules.sequences:
             raise Refused(
@@ -140,17 +146,34 @@ class HttpGate:
 
 
 def count_sequences(body: MutableMapping[str, Any]) -> int:
-    """Sequences that a request makes the engine sample: answers a prompt, times prompts. What is malformed counts as one, and
-    vLLM refuses it."""
+    """Sequences that a request makes the engine sample: answers a prompt, times prompts. Raises `Refused` for a number of
+    answers that is written in another way than as a whole number: vLLM would read it."""
     prompt = body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-    answers = [value for name in ("n", "best_of") if isinstance(value := body.get(name), int)]
-    return max((1, *answers)) * prompts
+    most = 1
+    for name in ("n", "best_of"):
+        value = body.get(name, 1)
+        if value is not None and type(value) is not int:
+            raise Refused(400, f"{name}={json.dumps(value)} is not a whole number")
+        most = max(most, value or 1)
+    return most * prompts
 
 
-def _wants_logprobs(body: MutableMapping[str, Any]) -> bool:
-    wanted = body.get("logprobs")
-    return wanted is not None and wanted is not False  # 0 asks for those of the sampled tokens
+def _is_own_name(host: bytes) -> bool:
+    """Whether a `Host` header names this machine: by an address, as localhost, or by its name. A page that had its own name
+    point here would send that one."""
+    try:
+        name = urlsplit(f"//{host.decode('latin-1')}").hostname or ""
+    except ValueError:
+        return False
+    own = socket.gethostname().lower()
+    if name in ("", "localhost", own, own.partition(".")[0]):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 async def _read_body(receive: Receive) -> bytes:
