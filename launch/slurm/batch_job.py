@@ -54,6 +54,8 @@ def run(run_dir: str) -> None:
         log.info("%s is done: there is nothing left to do.", directory.path)
         raise SystemExit(0)
     _note_job(directory, job_id)
+    if "_" in job_id:
+        _name_point(job_id, directory)
     try:
         config, settings = _read_configuration(directory)
         allocation = read_allocation(settings, read_own_environment())
@@ -101,6 +103,14 @@ def _note_job(directory: RunDirectory, job_id: str) -> None:
     if attempts.read_submission(directory) is None:
         script = Path(read_own_environment().get("SUBMITIT_FOLDER", ""), f"{job_id.partition('_')[0]}_submission.sh")
         attempts.write_submission(directory, job_id, script)
+
+
+def _name_point(job_id: str, directory: RunDirectory) -> None:
+    """All points of an array begin with the name of the array."""
+    try:
+        queue.rename(job_id, directory.path.name)
+    except queue.SlurmSilent as error:
+        log.warning("this point keeps the name of its array: %s", error)
 
 
 def is_done(directory: RunDirectory, job_id: str) -> bool:

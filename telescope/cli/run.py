@@ -200,13 +200,13 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
         say(f"{refusal}\nNothing was started.")
         return CONFIG_ERROR
     if any(order.config.cluster.slurm is not None for order in orders):
-        return submit_all(orders, sweep, [point.overrides for point in points])
+        return submit_all(orders, sweep, points)
     failed = OK
     for order, point in zip(orders, points, strict=True):
         code = join_run(order) if order.standing.rank else run_one(order)
         failed = failed or code
         if sweep is not None:
-            sweep.ended(point.overrides, Path(str(order.config.run_dir)), code)
+            sweep.ended(point.overrides, Path(str(order.config.run_dir)), code, point.swept)
         if code in BY_SIGNAL or _interrupted(order):
             break
     return failed
@@ -219,6 +219,7 @@ class _NotStarted(Exception):
 def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None) -> list[RunOrder]:
     """What is to be started, point by point, each with a run directory of its own. Raises `_NotStarted`."""
     from telescope._launch.process_plan import PlanError, describe_shared_gpus
+    from telescope.cli.sweep import name_point
     from telescope.config.models import hub_problem
 
     started = datetime.now().astimezone()
@@ -238,7 +239,8 @@ def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | No
     orders: list[RunOrder] = []
     for (config, standing, plan), point in zip(plans, points, strict=True):
         number = len(orders) + (len(sweep.results) if sweep else 0)
-        folder = run_folder(config, started) if sweep is None else sweep.folder / f"{number:03d}_{config.name}"
+        name = name_point(number, point.swept, str(config.name))
+        folder = run_folder(config, started) if sweep is None else sweep.folder / name
         if not standing.rank or config.run_dir is not None:  # else the head's directory gives the node's its name
             config = config.model_copy(update={"run_dir": str(folder)} | _grouped(config, sweep))
         warnings = (*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "",)))
@@ -259,7 +261,7 @@ def _grouped(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:
 
 
 def _sweep(asked: argparse.Namespace) -> Sweep:
-    """In the folder that `run_dir=` names, or in a new one: `runs/<date>_<time>_sweep`, with `003_tiny-grpo` below it."""
+    """In the folder that `run_dir=` names, or in a new one: `runs/<date>_<time>_sweep`, with `003_seed=2` below it."""
     from telescope.cli.sweep import OBJECTIVE, RESULTS, Sweep
     from telescope.compose.load import UsageError, parse
 

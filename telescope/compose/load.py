@@ -10,7 +10,7 @@ import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class Point:
     composed: DictConfig
     given: tuple[str, ...] = ()
     """The overrides as Hydra got them."""
+    swept: tuple[str, ...] = ()
+    """Those in which it differs from the other points of a sweep."""
 
 
 def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, str], sweep: bool = False) -> list[Point]:
@@ -70,7 +72,18 @@ def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, 
             f"with a comma, '{swept[0]}=\"a,b\"'"
         )
     with composing(places):
-        return [compose_point(point, places, environ) for point in _product(parsed)]
+        points = [compose_point(point, places, environ) for point in _product(parsed)]
+    return [replace(point, swept=pick_swept(point.overrides, parsed)) for point in points]
+
+
+def pick_swept(overrides: Sequence[str], parsed: Sequence[Override]) -> tuple[str, ...]:
+    """Of a point's overrides those to which the command line gives no single value."""
+    fixed = {_name(override.get_key_element()): not override.is_sweep_override() for override in parsed}
+    return tuple(override for override in overrides if not fixed.get(_name(override), False))
+
+
+def _name(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
