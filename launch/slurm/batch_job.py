@@ -27,6 +27,7 @@ from telescope._launch.slurm.batch_file import WARNED
 from telescope._launch.slurm.requeueing import AttemptEnd, AttemptOutcome, JobFacts, judge_end
 from telescope._launch.supervisor import BatchSystem, SupervisedRunEnd, format_exit_record, supervise_in_batch_system
 from telescope._launch.unblocked_output import unblock_output
+from telescope.config.redacted_output import redact, redact_output
 from telescope.config.run import RunConfig, load_run
 from telescope.config.slurm import SlurmSettings
 from telescope.exit_codes import ERROR
@@ -43,6 +44,7 @@ WARNED_FACTS_S = 10.0
 """What Slurm gets to answer questions when the walltime is near: half of the margin."""
 
 
+@redact_output()
 @unblock_output()
 def run(run_dir: str) -> None:
     """One attempt. Ends the process with the run's exit code, or is ended by Slurm where there is another attempt."""
@@ -129,9 +131,10 @@ def _read_configuration(directory: RunDirectory) -> tuple[RunConfig, SlurmSettin
 
 def _refuse(directory: RunDirectory, attempt: attempts.Attempt, error: Exception) -> NoReturn:
     """End an attempt whose processes were not started, and leave what a supervisor leaves, for those who ask how it ended."""
-    log.error("%s", error)
-    cause = FailureCause("supervisor", str(error), "", ())
-    write_atomically(directory.run_failure, f"{error}\n")
+    sentence = redact(str(error))
+    log.error("%s", sentence)
+    cause = FailureCause("supervisor", sentence, "", ())
+    write_atomically(directory.run_failure, f"{sentence}\n")
     write_atomically(directory.exit_json, format_exit_record(ERROR, cause, {}, {}, None))
     attempts.end(directory, attempt, "failed", ERROR, requeued=False)
     raise SystemExit(ERROR) from None

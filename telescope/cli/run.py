@@ -30,6 +30,8 @@ from telescope.cli.start import (
     with_name,
 )
 from telescope.cli.submitting import submit_all
+from telescope.config.redacted_output import redact_output
+from telescope.config.secrets import find_references
 from telescope.exit_codes import BY_SIGNAL
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import look
@@ -78,6 +80,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """One command line; the exit code is that of docs/configuration.md."""
+    with redact_output(find_references(list(arguments))):
+        return _act(arguments)
+
+
+def _act(arguments: Sequence[str]) -> int:
     asked = _parse(arguments)
     if asked.new_key:
         return new_key(Path(asked.new_key))

@@ -33,6 +33,7 @@ from telescope.compose.run_help import INSTEAD, OTHER_SETTINGS
 from telescope.config import conflicts
 from telescope.config.models import embedded_models, model_path, model_problem
 from telescope.config.plugins import SANDBOXES, TRANSPORTS, PluginError, files
+from telescope.config.redacted_output import hide_variables
 from telescope.config.run import RunConfig
 from telescope.config.validate import validate
 from telescope.config.words import ConfigProblem, did_you_mean, nearest, typed
@@ -354,6 +355,7 @@ def places_for(config_dir: str | None) -> Places:
     if not user.is_dir():
         raise UsageError(f"--config-dir={config_dir}: there is no such folder")
     places = Places(conf, user.absolute())
+    hide_variables(places.find_references())
     try:
         for group in GROUPS:
             places.options(group)
