@@ -394,7 +394,8 @@ class Supervisor:
                 return False
             suspect.ask_stack()
             self.asked = suspect.name
-            self.stack_due = time.monotonic() + self.timeouts.stack_s
+            on_the_way_s = self.timeouts.node_s if self.nodes and suspect.plan.node else 0.0
+            self.stack_due = time.monotonic() + self.timeouts.stack_s + on_the_way_s
         return time.monotonic() < self.stack_due
 
     def pass_deadline(self) -> None:
