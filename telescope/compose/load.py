@@ -325,6 +325,8 @@ def _find_hidden_presets(places: Places) -> Iterator[ConfigProblem]:
         for name, found in places.presets(group).items():
             if len(found) > 1:
                 yield ConfigProblem(group, f"{found[1]} has the name of Telescope's own preset {group}={name}: rename it")
+        for file in places.unread(group):
+            yield ConfigProblem(group, f"{file} is not read: presets end in .yaml, so rename it to {file.stem}.yaml")
 
 
 def _model_name(container: Mapping[str, Any]) -> str | None:

@@ -70,6 +70,10 @@ class Places:
                 found.setdefault(file.stem, []).append(file)
         return found
 
+    def unread(self, group: str) -> list[Path]:
+        """The user's files that are meant as presets and that Hydra does not see."""
+        return [] if self.user is None else sorted((self.user / group).glob("*.yml"))
+
     def find_references(self) -> frozenset[str]:
         """The variables to which the user's presets refer, before one of them is composed: doing so imports plug-ins."""
         folders = () if self.user is None else (self.user / group for group in (*GROUPS, *HIDDEN_GROUPS))
