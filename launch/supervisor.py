@@ -38,6 +38,7 @@ from telescope._launch.causes import (
 )
 from telescope._launch.child_processes import INTERRUPTS, CaughtSignals, ChildProcesses, ManagedProcess, ProcessEnd
 from telescope._launch.file_thread import FileThread
+from telescope._launch.held_signals import HeldSignals
 from telescope._launch.hosts.address import KeptPort
 from telescope._launch.hosts.other_nodes import OtherNodes
 from telescope._launch.process_plan import LaunchPlan, ProcessPlan, read_plan
@@ -132,13 +133,18 @@ class ShutdownPhase(Enum):
 
 
 def supervise(
-    run: RunDirectory, timeouts: SupervisorTimeouts = DEFAULT_TIMEOUTS, nodes: OtherNodes | None = None, port: int = 0
+    run: RunDirectory,
+    timeouts: SupervisorTimeouts = DEFAULT_TIMEOUTS,
+    nodes: OtherNodes | None = None,
+    port: int = 0,
+    held: HeldSignals | None = None,
 ) -> int:
     """Run the plan in `run` to its end in the foreground, and return the exit code. Call it from the main thread.
 
-    `nodes`: the other hosts of the run, ready. `port`: kept where the trainer's rank 0 will be; 0: one of this host's.
+    `nodes`: the other hosts of the run, ready. `port`: kept where the trainer's rank 0 will be; 0: one of this host's. `held`:
+    a signal that came while the run was made ready, and counts as its first.
     """
-    return supervise_in_batch_system(run, NO_BATCH_SYSTEM, timeouts, nodes, port).code
+    return supervise_in_batch_system(run, NO_BATCH_SYSTEM, timeouts, nodes, port, held).code
 
 
 def supervise_in_batch_system(
@@ -147,6 +153,7 @@ def supervise_in_batch_system(
     timeouts: SupervisorTimeouts = DEFAULT_TIMEOUTS,
     nodes: OtherNodes | None = None,
     port: int = 0,
+    held: HeldSignals | None = None,
 ) -> SupervisedRunEnd:
     """The same within a batch system."""
     if threading.current_thread() is not threading.main_thread():
@@ -159,6 +166,8 @@ def supervise_in_batch_system(
         contextlib.closing(KeptPort(plan.head_address)) as kept,
         unblock_output(),
     ):
+        if held is not None and held.number is not None:
+            signal.raise_signal(held.number)
         supervisor = Supervisor(run, plan, Console(sys.stderr, sys.stdout), wakeup, timeouts, nodes, batch_system)
         code = supervisor.run(port or kept.number)
         supervisor.conclude(code)
@@ -385,7 +394,8 @@ class Supervisor:
                 return False
             suspect.ask_stack()
             self.asked = suspect.name
-            self.stack_due = time.monotonic() + self.timeouts.stack_s
+            on_the_way_s = self.timeouts.node_s if self.nodes and suspect.plan.node else 0.0
+            self.stack_due = time.monotonic() + self.timeouts.stack_s + on_the_way_s
         return time.monotonic() < self.stack_due
 
     def pass_deadline(self) -> None:

@@ -16,7 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import TextIO
+from typing import TextIO, cast
+
+from telescope.config.redacted_output import RedactedStream
 
 KEPT_BYTES = 1024 * 1024
 """What waits for an output that takes nothing; more is left out."""
@@ -132,13 +134,18 @@ def unblock_output() -> Iterator[None]:
 def drain_output() -> None:
     """Wait until what was written is out, or until the outputs have taken nothing for `DRAIN_S`."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, UnblockedStream):
-            stream.drain()
+        if isinstance(stream, RedactedStream):
+            stream.let_go()
+    for unblocked in _list_unblocked():
+        unblocked.drain()
 
 
 def _unblock(stream: TextIO) -> TextIO:
     if isinstance(stream, UnblockedStream):
         return stream
+    if isinstance(stream, RedactedStream):
+        stream.let_go()
+        return cast(TextIO, RedactedStream(_unblock(stream.stream), stream.hidden))
     try:
         stream.flush()
         return UnblockedStream(stream)  # type: ignore[return-value]  # TextIOBase has all that TextIO promises
@@ -148,4 +155,9 @@ def _unblock(stream: TextIO) -> TextIO:
 
 def count_dropped_lines() -> int:
     """Lines that the outputs of this process were not shown."""
-    return sum(stream.dropped for stream in (sys.stdout, sys.stderr) if isinstance(stream, UnblockedStream))
+    return sum(stream.dropped for stream in _list_unblocked())
+
+
+def _list_unblocked() -> list[UnblockedStream]:
+    inner = (stream.stream if isinstance(stream, RedactedStream) else stream for stream in (sys.stdout, sys.stderr))
+    return [stream for stream in inner if isinstance(stream, UnblockedStream)]

@@ -22,7 +22,8 @@ from pathlib import Path
 import msgspec
 
 from telescope._launch import shim
-from telescope._launch.child_processes import INTERRUPTS, CaughtSignals, ChildProcesses
+from telescope._launch.causes import read_tail_text
+from telescope._launch.child_processes import INTERRUPTS, CaughtSignals, ChildProcesses, LocalProcess
 from telescope._launch.hosts.address import KeptPort, NoAddress, find_interface, find_local_address, format_endpoint
 from telescope._launch.hosts.head_rendezvous import HeadAddress, find_head
 from telescope._launch.hosts.node_identity import NodeIdentity, end_with_parent
@@ -43,6 +44,7 @@ from telescope._launch.hosts.node_protocol import (
 )
 from telescope._launch.hosts.other_nodes import BEAT_S, read_last_words
 from telescope._launch.process_plan import Host
+from telescope._launch.stacks import read_stacks
 from telescope._launch.this_host import inspect_this_host
 from telescope._launch.unblocked_output import unblock_output
 from telescope.exit_codes import COMPONENT_FAILED, ERROR
@@ -56,6 +58,10 @@ from telescope.weights.transports import shared_memory
 GRACE_S = 4.0
 """For this host's processes when the head is lost, or the run is over and one is still there."""
 LAST_WORD_S = 2.0
+STACK_S, STACK_LOOK_S = 2.0, 0.1
+"""How long, and how often, a node looks for the stacks of a process that was asked for them."""
+STACK_BYTES = 262_144
+"""Of its log, which hold them; a report may be much larger."""
 SILENT_S = 12.0
 """Until the head has said what its own deadline is."""
 
@@ -137,6 +143,8 @@ class _NodeSupervisor:
             shared=shared,
         )
         self._states: dict[str, ProcessState] = {}
+        self._stacks_until: dict[str, float] = {}
+        """When no more is looked for what a process writes that was asked where it is."""
         self._obeyed = 0
         self._silent_s = SILENT_S
         self._assigned = False
@@ -161,7 +169,8 @@ class _NodeSupervisor:
 
     def _wait_s(self) -> float:
         now = time.monotonic()
-        return max(0.0, min(self._sent_at + BEAT_S, self._kill_at) - now)
+        looks_at = now + STACK_LOOK_S if any(now < until for until in self._stacks_until.values()) else float("inf")
+        return max(0.0, min(self._sent_at + BEAT_S, self._kill_at, looks_at) - now)
 
     # ---- speaking and listening --------------------------------------------------------------------------------------
 
@@ -214,6 +223,7 @@ class _NodeSupervisor:
                 self.children.processes[name].kill()
             case AskStack(name) if name in self.children.processes:
                 self.children.processes[name].ask_stack()
+                self._stacks_until[name] = time.monotonic() + STACK_S
             case KillShim(name) if name in self.children.processes:
                 self.children.processes[name].kill_shim()
             case WriteFile(path, text):
@@ -295,7 +305,7 @@ class _NodeSupervisor:
         for name, process in self.children.processes.items():
             end = process.end
             if end is None:
-                self._states[name] = ProcessState(process.incarnation, process.pid)
+                self._states[name] = ProcessState(process.incarnation, process.pid, log=self._read_stacks(name, process))
                 continue
             state = self._states[name]
             if state.status is None or state.gone != process.gone:
@@ -314,6 +324,18 @@ class _NodeSupervisor:
                     log=words[1],
                 )
         return before != self._states
+
+    def _read_stacks(self, name: str, process: LocalProcess) -> str:
+        """The end of the log of a process that was asked where it is, for a head that can't read it; empty for any other."""
+        if self._report.shared or self._directory is None or name not in self._stacks_until:
+            return ""
+        if time.monotonic() >= self._stacks_until[name]:
+            return self._states[name].log
+        try:
+            text = read_tail_text(self._directory.log(name, process.incarnation), STACK_BYTES)
+        except OSError:
+            return ""
+        return text if read_stacks(text) is not None else ""
 
     def _check_deadlines(self, now: float) -> None:
         if now >= self._kill_at:

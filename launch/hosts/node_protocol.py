@@ -109,7 +109,7 @@ class ProcessState(Record, frozen=True):
     """Why it could not be started, or what it wrote about its own end."""
     started: bool = True
     log: str = ""
-    """The last of its log, where the head can't read the file."""
+    """The last of its log, where the head can't read the file: when it has ended, or was asked for its stacks."""
 
 
 class NodeReport(Record, frozen=True):

@@ -55,6 +55,8 @@ class RemoteProcess:
         self.end: ProcessEnd | None = None
         self.gone = False
         self.ordered = False
+        self.told = ""
+        """The end of its log, as far as its node has told it."""
 
     @property
     def name(self) -> str:
@@ -280,10 +282,12 @@ class OtherNodes:
                 process.update(state, now)
 
     def _keep_last_words(self, process: RemoteProcess, state: ProcessState, shared: bool) -> None:
-        """What it wrote about its end goes where the head looks for it, before the head looks."""
+        """What it wrote about its end, or about where it is, goes where the head looks for it, before the head looks."""
         badly = state.status not in (None, 0) or not state.started
-        if self._run is None or shared or process.ended or state.incarnation != process.incarnation or not badly:
+        told = badly or state.log not in ("", process.told)
+        if self._run is None or shared or process.ended or state.incarnation != process.incarnation or not told:
             return
+        process.told = state.log
         try:
             if state.sentence:
                 write_atomically(self._run.failure(process.name), state.sentence + "\n")

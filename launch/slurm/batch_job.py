@@ -27,6 +27,7 @@ from telescope._launch.slurm.batch_file import WARNED
 from telescope._launch.slurm.requeueing import AttemptEnd, AttemptOutcome, JobFacts, judge_end
 from telescope._launch.supervisor import BatchSystem, SupervisedRunEnd, format_exit_record, supervise_in_batch_system
 from telescope._launch.unblocked_output import unblock_output
+from telescope.config.redacted_output import redact, redact_output
 from telescope.config.run import RunConfig, load_run
 from telescope.config.slurm import SlurmSettings
 from telescope.exit_codes import ERROR
@@ -43,6 +44,7 @@ WARNED_FACTS_S = 10.0
 """What Slurm gets to answer questions when the walltime is near: half of the margin."""
 
 
+@redact_output()
 @unblock_output()
 def run(run_dir: str) -> None:
     """One attempt. Ends the process with the run's exit code, or is ended by Slurm where there is another attempt."""
@@ -54,6 +56,8 @@ def run(run_dir: str) -> None:
         log.info("%s is done: there is nothing left to do.", directory.path)
         raise SystemExit(0)
     _note_job(directory, job_id)
+    if "_" in job_id:
+        _name_point(job_id, directory)
     try:
         config, settings = _read_configuration(directory)
         allocation = read_allocation(settings, read_own_environment())
@@ -103,6 +107,14 @@ def _note_job(directory: RunDirectory, job_id: str) -> None:
         attempts.write_submission(directory, job_id, script)
 
 
+def _name_point(job_id: str, directory: RunDirectory) -> None:
+    """All points of an array begin with the name of the array."""
+    try:
+        queue.rename(job_id, directory.path.name)
+    except queue.SlurmSilent as error:
+        log.warning("this point keeps the name of its array: %s", error)
+
+
 def is_done(directory: RunDirectory, job_id: str) -> bool:
     """Somebody may have the job of a run that has ended well queued again, or Slurm may, on the loss of a node at its end.
     Another job was submitted to go on, with more steps."""
@@ -119,9 +131,10 @@ def _read_configuration(directory: RunDirectory) -> tuple[RunConfig, SlurmSettin
 
 def _refuse(directory: RunDirectory, attempt: attempts.Attempt, error: Exception) -> NoReturn:
     """End an attempt whose processes were not started, and leave what a supervisor leaves, for those who ask how it ended."""
-    log.error("%s", error)
-    cause = FailureCause("supervisor", str(error), "", ())
-    write_atomically(directory.run_failure, f"{error}\n")
+    sentence = redact(str(error))
+    log.error("%s", sentence)
+    cause = FailureCause("supervisor", sentence, "", ())
+    write_atomically(directory.run_failure, f"{sentence}\n")
     write_atomically(directory.exit_json, format_exit_record(ERROR, cause, {}, {}, None))
     attempts.end(directory, attempt, "failed", ERROR, requeued=False)
     raise SystemExit(ERROR) from None

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 CLIENT_S = 60.0
 """For one question."""
+NAMING_S = 5.0
+"""For a name, without which a job runs as well."""
 NO_TIME = ("", "None", "N/A", "Unknown")
 DOWN = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN")
 AHEAD = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD")
@@ -119,6 +121,11 @@ def query_job(job_id: str, nodes: Sequence[str], restarts: int, said: Iterable[s
 def requeue(job_id: str) -> None:
     """Raises `SlurmSilent`."""
     ask("scontrol", "requeue", job_id)
+
+
+def rename(job_id: str, name: str) -> None:
+    """What squeue calls the job, or the point of an array. Raises `SlurmSilent`."""
+    ask("scontrol", "update", f"JobId={job_id}", f"JobName={name}", timeout_s=NAMING_S)
 
 
 def ask_to_stop(job_id: str) -> None:

@@ -49,7 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         sys.stderr.write(f"telescope {name}: there is no such command.{did_you_mean(name, list(COMMANDS))}\n{overview()}")
         return USAGE
-    code: int = import_module(COMMANDS[name].module).main(rest)
+    from telescope.config.redacted_output import redact_output
+    from telescope.config.secrets import find_references
+
+    with redact_output(find_references(rest)):
+        code: int = import_module(COMMANDS[name].module).main(rest)
     return code
 
 

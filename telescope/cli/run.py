@@ -30,6 +30,8 @@ from telescope.cli.start import (
     with_name,
 )
 from telescope.cli.submitting import submit_all
+from telescope.config.redacted_output import redact_output
+from telescope.config.secrets import find_references
 from telescope.exit_codes import BY_SIGNAL
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import look
@@ -78,6 +80,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """One command line; the exit code is that of docs/configuration.md."""
+    with redact_output(find_references(list(arguments))):
+        return _act(arguments)
+
+
+def _act(arguments: Sequence[str]) -> int:
     asked = _parse(arguments)
     if asked.new_key:
         return new_key(Path(asked.new_key))
@@ -200,13 +207,13 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
         say(f"{refusal}\nNothing was started.")
         return CONFIG_ERROR
     if any(order.config.cluster.slurm is not None for order in orders):
-        return submit_all(orders, sweep, [point.overrides for point in points])
+        return submit_all(orders, sweep, points)
     failed = OK
     for order, point in zip(orders, points, strict=True):
         code = join_run(order) if order.standing.rank else run_one(order)
         failed = failed or code
         if sweep is not None:
-            sweep.ended(point.overrides, Path(str(order.config.run_dir)), code)
+            sweep.ended(point.overrides, Path(str(order.config.run_dir)), code, point.swept)
         if code in BY_SIGNAL or _interrupted(order):
             break
     return failed
@@ -219,6 +226,7 @@ class _NotStarted(Exception):
 def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None) -> list[RunOrder]:
     """What is to be started, point by point, each with a run directory of its own. Raises `_NotStarted`."""
     from telescope._launch.process_plan import PlanError, describe_shared_gpus
+    from telescope.cli.sweep import name_point
     from telescope.config.models import hub_problem
 
     started = datetime.now().astimezone()
@@ -238,7 +246,8 @@ def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | No
     orders: list[RunOrder] = []
     for (config, standing, plan), point in zip(plans, points, strict=True):
         number = len(orders) + (len(sweep.results) if sweep else 0)
-        folder = run_folder(config, started) if sweep is None else sweep.folder / f"{number:03d}_{config.name}"
+        name = name_point(number, point.swept, str(config.name))
+        folder = run_folder(config, started) if sweep is None else sweep.folder / name
         if not standing.rank or config.run_dir is not None:  # else the head's directory gives the node's its name
             config = config.model_copy(update={"run_dir": str(folder)} | _grouped(config, sweep))
         warnings = (*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "",)))
@@ -259,7 +268,7 @@ def _grouped(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:
 
 
 def _sweep(asked: argparse.Namespace) -> Sweep:
-    """In the folder that `run_dir=` names, or in a new one: `runs/<date>_<time>_sweep`, with `003_tiny-grpo` below it."""
+    """In the folder that `run_dir=` names, or in a new one: `runs/<date>_<time>_sweep`, with `003_seed=2` below it."""
     from telescope.cli.sweep import OBJECTIVE, RESULTS, Sweep
     from telescope.compose.load import UsageError, parse
 

@@ -53,7 +53,8 @@ FRESH_S = 60.0
 @dataclass(frozen=True)
 class RunStatus:
     """How a run stands. `state`: running, done, stopped (by a signal, in good order or not), failed, lost (its supervisor is
-    gone and nobody wrote its end) or waiting (submitted; or queued again, between two attempts)."""
+    gone and nobody wrote its end), waiting (submitted; or queued again, between two attempts) or no run (a run.json that no run
+    wrote, with no configuration beside it)."""
 
     run: RunDirectory
     state: str
@@ -185,6 +186,8 @@ def _state_of_files(seen: RunLook, changed: float, *, over: bool) -> str:
     holder = seen.holder
     if holder is None and seen.blames(seen.run.holder_json):
         return "lost"
+    if holder is None and seen.identity is None and not seen.run.config_json.exists() and not seen.run.journal.parent.exists():
+        return "no run"
     if holder is None:  # a job that was gone before it began never wrote an end
         return "failed" if over else "waiting"
     here = find_state(holder)

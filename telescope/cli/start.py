@@ -171,20 +171,29 @@ def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
 
 
 def _attempt(order: RunOrder) -> int | None:
-    """Its exit code; None where it was refused, in words, before anything began."""
+    """Its exit code; None where it was refused, in words, before anything began. A signal waits until the directory is whole: a
+    new one is then taken back, a run that goes on is stopped in good order by its supervisor."""
+    from telescope._launch.held_signals import hold_signals
     from telescope._launch.supervisor import supervise
+    from telescope.cli.half_done import HalfDone
+    from telescope.runlog.attempts import note_end
 
-    directory = make_directory(order)
-    if directory is None:
-        return None
-    if order.plan:
-        code = supervise(directory)
-    else:
+    again = order.config.checkpoint.resume is not False
+    with hold_signals() as held:
+        before = HalfDone(Path(str(order.config.run_dir)))
+        directory = make_directory(order)
+        if directory is None:
+            return held.exit_code or None
+        if held.number is not None and not again:
+            before.take_back_or_say(say)
+            say("Nothing was started.")
+            return held.exit_code
+        if order.plan:
+            code = supervise(directory, held=held)
+    if not order.plan:
         from telescope._launch.hosts.head import run_head
 
         code = run_head(directory, order.config, order.standing, say)
-    from telescope.runlog.attempts import note_end
-
     note_end(directory, code)
     return code
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from telescope.config.redaction import redact_shapes
 from telescope.runlog.files import read_json
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.opening import look
@@ -25,6 +27,18 @@ OBJECTIVE = "reward_mean_last"
 """The number of a run's summary that tells how good a point is, unless `--objective` names another."""
 SHOWN_REASON = 1_000
 RESULTS = "sweep.json"
+LONGEST_NAME = 80
+"""Of a point's folder, whose path stands in front of all its files."""
+_UNSAFE = re.compile(r"[^A-Za-z0-9._+=-]+")
+
+
+def name_point(number: int, swept: Sequence[str], otherwise: str) -> str:
+    """`003_learning_rate=1e-4,seed=2`: a folder and a job, by the values that were swept; `otherwise`: where none were. Of a
+    setting its last word, which says enough to whoever chose it; keys that were typed in are left out."""
+    values = [redact_shapes(override).lstrip("+").partition("=") for override in swept]
+    words = [f"{name.rpartition('.')[2]}{equals}{value}" for name, equals, value in values]
+    text = ",".join(_UNSAFE.sub("-", word) for word in words) or otherwise
+    return f"{number:03d}_{text}"[:LONGEST_NAME].rstrip(",.")
 
 
 def shown(reason: str) -> str:
@@ -44,6 +58,8 @@ class SweepResult:
     value: float | None = None
     first: float | None = None
     job: str = ""
+    swept: tuple[str, ...] = ()
+    """Of the overrides those in which it differs from the other points."""
 
     @property
     def failed(self) -> bool:
@@ -91,7 +107,7 @@ class Sweep:
         """What W&B groups the points' runs by."""
         return self.folder.name
 
-    def ended(self, overrides: Sequence[str], run_dir: Path, exit_code: int) -> SweepResult:
+    def ended(self, overrides: Sequence[str], run_dir: Path, exit_code: int, swept: Sequence[str] = ()) -> SweepResult:
         """Take down how the next point ended, from what its run directory says."""
         found = look(RunDirectory(run_dir))
         result = SweepResult(
@@ -102,25 +118,29 @@ class Sweep:
             reason=found.reason or "it left no summary",
             value=_number(found.summary, self.objective),
             first=_number(found.summary, "reward_mean_first"),
+            swept=tuple(swept),
         )
         self._take(result)
         return result
 
-    def submitted(self, overrides: Sequence[str], run_dir: Path, job: str) -> None:
+    def submitted(self, overrides: Sequence[str], run_dir: Path, job: str, swept: Sequence[str] = ()) -> None:
         """Take down a point that a batch system has got (`job`; empty where its batch file was written alone); how it ends
         stands in its own run directory."""
         reason = "submitted" if job else "written, not submitted"
-        self._take(SweepResult(len(self.results), tuple(overrides), str(run_dir), None, reason, job=job))
+        number = len(self.results)
+        self._take(SweepResult(number, tuple(overrides), str(run_dir), None, reason, job=job, swept=tuple(swept)))
 
-    def refused(self, overrides: Sequence[str], run_dir: Path, exit_code: int, reason: str) -> None:
+    def refused(self, overrides: Sequence[str], run_dir: Path, exit_code: int, reason: str, swept: Sequence[str] = ()) -> None:
         """Take down a point that a batch system has not got."""
-        self._take(SweepResult(len(self.results), tuple(overrides), str(run_dir), exit_code, reason))
+        number = len(self.results)
+        self._take(SweepResult(number, tuple(overrides), str(run_dir), exit_code, reason, swept=tuple(swept)))
 
     def table(self) -> str:
-        """Every point in a line, then the failures with their reasons, then where the results lie."""
-        lines = [f"{'point':>5}  {'exit':>4}  {self.objective:>18}  overrides"]
+        """Every point in a line, with what was swept; then the failures with their reasons, then where the results lie."""
+        lines = [f"{'point':>5}  {'exit':>4}  {self.objective:>18}  swept"]
         lines += [
-            f"{result.point:>5}  {_shown(result.exit_code):>4}  {_shown(result.value):>18}  {' '.join(result.overrides)}"
+            f"{result.point:>5}  {_shown(result.exit_code):>4}  {_shown(result.value):>18}  "
+            f"{' '.join(result.swept or result.overrides)}"
             for result in self.results
         ]
         failures = [result for result in self.results if result.failed]

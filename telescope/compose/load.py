@@ -10,7 +10,7 @@ import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from telescope.compose.run_help import INSTEAD, OTHER_SETTINGS
 from telescope.config import conflicts
 from telescope.config.models import embedded_models, model_path, model_problem
 from telescope.config.plugins import SANDBOXES, TRANSPORTS, PluginError, files
+from telescope.config.redacted_output import hide_variables
 from telescope.config.run import RunConfig
 from telescope.config.validate import validate
 from telescope.config.words import ConfigProblem, did_you_mean, nearest, typed
@@ -56,6 +57,8 @@ class Point:
     composed: DictConfig
     given: tuple[str, ...] = ()
     """The overrides as Hydra got them."""
+    swept: tuple[str, ...] = ()
+    """Those in which it differs from the other points of a sweep."""
 
 
 def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, str], sweep: bool = False) -> list[Point]:
@@ -70,7 +73,18 @@ def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, 
             f"with a comma, '{swept[0]}=\"a,b\"'"
         )
     with composing(places):
-        return [compose_point(point, places, environ) for point in _product(parsed)]
+        points = [compose_point(point, places, environ) for point in _product(parsed)]
+    return [replace(point, swept=pick_swept(point.overrides, parsed)) for point in points]
+
+
+def pick_swept(overrides: Sequence[str], parsed: Sequence[Override]) -> tuple[str, ...]:
+    """Of a point's overrides those to which the command line gives no single value."""
+    fixed = {_name(override.get_key_element()): not override.is_sweep_override() for override in parsed}
+    return tuple(override for override in overrides if not fixed.get(_name(override), False))
+
+
+def _name(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -311,6 +325,8 @@ def _find_hidden_presets(places: Places) -> Iterator[ConfigProblem]:
         for name, found in places.presets(group).items():
             if len(found) > 1:
                 yield ConfigProblem(group, f"{found[1]} has the name of Telescope's own preset {group}={name}: rename it")
+        for file in places.unread(group):
+            yield ConfigProblem(group, f"{file} is not read: presets end in .yaml, so rename it to {file.stem}.yaml")
 
 
 def _model_name(container: Mapping[str, Any]) -> str | None:
@@ -341,6 +357,7 @@ def places_for(config_dir: str | None) -> Places:
     if not user.is_dir():
         raise UsageError(f"--config-dir={config_dir}: there is no such folder")
     places = Places(conf, user.absolute())
+    hide_variables(places.find_references())
     try:
         for group in GROUPS:
             places.options(group)

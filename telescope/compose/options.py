@@ -13,7 +13,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from telescope.config import plugins
+from telescope.config import plugins, secrets
 from telescope.config.run import RunConfig
 from telescope.config.sections import (
     ClusterSettings,
@@ -70,6 +70,16 @@ class Places:
                 found.setdefault(file.stem, []).append(file)
         return found
 
+    def unread(self, group: str) -> list[Path]:
+        """The user's files that are meant as presets and that Hydra does not see."""
+        return [] if self.user is None else sorted((self.user / group).glob("*.yml"))
+
+    def find_references(self) -> frozenset[str]:
+        """The variables to which the user's presets refer, before one of them is composed: doing so imports plug-ins."""
+        folders = () if self.user is None else (self.user / group for group in (*GROUPS, *HIDDEN_GROUPS))
+        files = (file for folder in folders for file in folder.glob("**/*.yaml") if file.is_file())
+        return frozenset(name for file in files for name in secrets.find_references(_read(file)))
+
     def options(self, group: str) -> list[str]:
         """All names a user may choose in a group. Our own have a preset each; of others' Python files each is an option."""
         kind = PLUGIN_GROUPS.get(group)
@@ -87,6 +97,14 @@ class Places:
             return False
         except plugins.PluginError:
             return True
+
+
+def _read(file: Path) -> str:
+    """What of it is text; that it can't be read is said where it is chosen."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def defaults_of(settings: type[Settings], without: Sequence[str] = ()) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +26,16 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from telescope.compose.load import Point, UsageError, compose_point, composing, force_sweep, parse, refuse_hydra_settings
+from telescope.compose.load import (
+    Point,
+    UsageError,
+    compose_point,
+    composing,
+    force_sweep,
+    parse,
+    pick_swept,
+    refuse_hydra_settings,
+)
 from telescope.compose.options import Places
 from telescope.compose.presets import search_path
 
@@ -67,7 +77,8 @@ def search(overrides: Sequence[str], places: Places, environ: Mapping[str, str],
     with composing(places):
 
         def judge_and_launch(batch: Sequence[Sequence[str]]) -> Sequence[float | None]:
-            points = [compose_point(_unforce(overrides), places, environ) for overrides in batch]
+            found = [compose_point(_unforce(overrides), places, environ) for overrides in batch]
+            points = [replace(point, swept=pick_swept(point.overrides, task)) for point in found]
             if any(point.problems for point in points):
                 raise InvalidPoints(points)
             return launch(points)

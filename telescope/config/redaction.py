@@ -227,7 +227,7 @@ class RedactedLines:
     """For a stream in pieces: a secret may come in two writes, so that a line is let go when it is whole."""
 
     def __init__(self, redactor: Redactor, write: Callable[[bytes], object]) -> None:
-        self._redactor, self._write = redactor, write
+        self.redactor, self._write = redactor, write
         self._held = b""
 
     def feed(self, data: bytes) -> None:
@@ -235,11 +235,11 @@ class RedactedLines:
         end = max(self._held.rfind(b"\n"), self._held.rfind(b"\r")) + 1
         if end:
             whole, self._held = self._held[:end], self._held[end:]
-            self._write(self._redactor.lines(whole))
+            self._write(self.redactor.lines(whole))
         if len(self._held) > HELD_BYTES:
             # what is complete is redacted; a secret that has only begun lies in the part that is kept
-            clean = self._redactor.data(self._held)
-            kept = max(self._redactor.longest, HELD_BYTES // 4)
+            clean = self.redactor.data(self._held)
+            kept = max(self.redactor.longest, HELD_BYTES // 4)
             self._write(clean[:-kept])
             self._held = clean[-kept:]
 
@@ -247,4 +247,4 @@ class RedactedLines:
         """Let go what is there, whole or not."""
         whole, self._held = self._held, b""
         if whole:
-            self._write(self._redactor.lines(whole))
+            self._write(self.redactor.lines(whole))

@@ -30,6 +30,7 @@ from pydantic_core import PydanticCustomError
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config import plugins
+from telescope.config.redacted_output import hide_variables
 from telescope.config.redaction import Redactor, find_secret_values, spell_all
 from telescope.config.resume import FIXED
 from telescope.config.secrets import find_missing, find_references, has_reference, reveal_all
@@ -339,6 +340,7 @@ def read_settings(path: Path) -> dict[str, Any]:
             f"says hash {written} but its settings have hash {own}: the file was edited"
             + _describe_edits(path, content, written),
         )
+    hide_variables(find_references(content))
     return content
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,13 +82,22 @@ class ChatTemplate:
         """Take over what `render` made of opening turns in another thread. Call it where `opening` is called."""
         self._remembered.get(_make_key(turns, ()), lambda: rendered)
 
-    def lengths(self, dialogues: Sequence[Sequence[Turn]]) -> list[int]:
-        """Tokens of each dialogue as `render` makes them; many at once, in the tokenizer's own threads where it has some."""
+    def lengths(self, dialogues: Sequence[Sequence[Turn]], enough: int = sys.maxsize, characters: int = 1) -> list[int]:
+        """Tokens of each dialogue as `render` makes them; many at once, in the tokenizer's own threads where it has some. Of
+        one whose first `characters * enough` make more than `enough` tokens that number is given, and the rest not read."""
         texts = [self.text(turns) for turns in dialogues]
+        cut = characters * enough
+        found = self._count([text[:cut] for text in texts])
+        again = [place for place, text in enumerate(texts) if len(text) > cut and found[place] <= enough]
+        for place, length in zip(again, self._count([texts[place] for place in again]), strict=True):
+            found[place] = length
+        return found
+
+    def _count(self, texts: Sequence[str]) -> list[int]:
         batch: Any = self.tokenizer
         if not callable(batch):
             return [len(self._encode(text)) for text in texts]
-        return [len(ids) for ids in batch(texts, add_special_tokens=False)["input_ids"]] if texts else []
+        return [len(ids) for ids in batch(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
 
     def text(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = ()) -> str:
         """The dialogue as the template writes it, the header of the policy's next answer included. `tools` go to the template

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,12 @@ SPLIT = "train"
 CHUNK = 1_000
 """Prompts that are rendered and tokenised together."""
 SAID_EVERY_S = 10.0
+WORD_BYTES = 12
+"""Of words and the space behind each, on average at most, in what is taken for plain text."""
+RATED_BYTES, RATED = 400, 32
+"""A prompt of so many bytes tells the tokens of a byte, where so many prompts of the sample do."""
+LOOKED_AT = 16
+"""Characters for each token of `longest`: what follows them decides nothing where these are too many tokens already."""
 
 
 @dataclass(frozen=True)
@@ -36,28 +43,33 @@ class _Measure:
     longest: int
     deadline_s: float
     deadline: float
+    surplus: int = 0
+    """Tokens that the template adds beyond a text's bytes."""
+    rate: float = math.inf
+    """Most tokens of a byte of plain text, in the sample."""
 
 
 def leave_out_too_long(loaded: LoadedEnvironment, template: ChatTemplate, longest: int, deadline_s: float) -> LoadedEnvironment:
     """The environment without the train prompts of more than `longest` tokens; its card says how many there were.
 
-    A data set is measured whole. Of a split that is made by a formula (`LazyPrompts`) a sample is, and the rest only if one of
-    the sample has more than half of `longest`: what is drawn later and is too long after all fails its rollout.
+    Only what is near the limit is tokenised. What is far below it by its bytes, or as plain text by twice the most tokens of a
+    byte in a sample, stays; what is far above it is left out by its words. Of a split that is made by a formula (`LazyPrompts`)
+    nothing is measured but the sample, if none of it has more than half of `longest`. What is drawn and is too long after all
+    is never sent: it fails its rollout. The outcome follows from prompts and tokenizer alone, never from the time it takes.
     Raises `EnvironmentBroken` where no prompt fits, one is rendered to nothing, or `deadline_s` has passed.
     """
     measure = _Measure(loaded.label, template, longest, deadline_s, time.monotonic() + deadline_s)
     prompts = loaded.prompts[SPLIT]
     sample = list(sample_prompts(prompts))
-    lengths = _count_tokens(measure, sample)
+    lengths = _measure_sample(measure, sample)
     if isinstance(prompts, LazyPrompts) and len(prompts) > SAMPLE and 2 * max(lengths) <= longest:
         return loaded
-    surplus = max(length - _count_bytes(prompt) for length, prompt in zip(lengths, sample, strict=True))
-    fits = np.concatenate(list(_measure_prompts(measure, prompts, max(surplus, 0))))
+    fits = np.concatenate(list(_measure_prompts(_rated(measure, sample, lengths), prompts)))
     too_long = int((~fits).sum())
     if too_long == len(prompts):
         raise EnvironmentBroken(
             f"environments.{loaded.label}: each of its {too_long} train prompts is longer than the {longest} tokens that "
-            f"inference.max_model_len - rollout.max_tokens leaves (shortest: {_find_shortest(measure, prompts)}): raise "
+            f"inference.max_model_len - rollout.max_tokens leaves (shortest: {_find_shortest(measure, sample)}): raise "
             "inference.max_model_len or lower rollout.max_tokens"
         )
     return _leave_out(loaded, np.flatnonzero(fits)) if too_long else loaded
@@ -72,8 +84,27 @@ def _leave_out(loaded: LoadedEnvironment, places: np.ndarray) -> LoadedEnvironme
     return replace(loaded, prompts={**loaded.prompts, SPLIT: kept}, card=card)
 
 
-def _measure_prompts(measure: _Measure, prompts: Sequence[Prompt], surplus: int) -> Iterator[np.ndarray]:
-    """Whether each prompt fits, chunk by chunk [chunk] bool. `surplus`: tokens that the template adds beyond a text's bytes."""
+def _measure_sample(measure: _Measure, sample: Sequence[Prompt]) -> list[int]:
+    """Tokens of each; of what is far above the limit a number above it."""
+    far = [_is_far_above(measure, prompt) for prompt in sample]
+    counted = iter(_count_tokens(measure, [prompt for prompt, above in zip(sample, far, strict=True) if not above]))
+    return [measure.longest + 1 if above else next(counted) for above in far]
+
+
+def _rated(measure: _Measure, sample: Sequence[Prompt], lengths: Sequence[int]) -> _Measure:
+    """With what the sample tells of the template and the tokenizer."""
+    sizes = [_count_bytes(prompt) for prompt in sample]
+    surplus = max(length - size for length, size in zip(lengths, sizes, strict=True))
+    rates = [
+        length / size
+        for prompt, length, size in zip(sample, lengths, sizes, strict=True)
+        if RATED_BYTES <= size <= LOOKED_AT * measure.longest and _is_plain(prompt)
+    ]
+    return replace(measure, surplus=max(surplus, 0), rate=max(rates) if len(rates) >= RATED else math.inf)
+
+
+def _measure_prompts(measure: _Measure, prompts: Sequence[Prompt]) -> Iterator[np.ndarray]:
+    """Whether each prompt fits, chunk by chunk [chunk] bool."""
     size, said = len(prompts), time.monotonic()
     for start in range(0, size, CHUNK):
         now = time.monotonic()
@@ -85,23 +116,52 @@ def _measure_prompts(measure: _Measure, prompts: Sequence[Prompt], surplus: int)
         if now - said > SAID_EVERY_S:
             said = now
             log.info("environments.%s: %d of %d train prompts measured", measure.label, start, size)
-        yield _measure_chunk(measure, [prompts[index] for index in range(start, min(start + CHUNK, size))], surplus)
+        yield _measure_chunk(measure, [prompts[index] for index in range(start, min(start + CHUNK, size))])
 
 
-def _measure_chunk(measure: _Measure, chunk: Sequence[Prompt], surplus: int) -> np.ndarray:
-    # No tokenizer in use makes two tokens of a byte, so most prompts need no rendering; what is near the limit is counted.
-    fits = np.array([2 * (_count_bytes(prompt) + surplus) <= measure.longest for prompt in chunk])
-    unsure = np.flatnonzero(~fits)
-    if len(unsure):
+def _measure_chunk(measure: _Measure, chunk: Sequence[Prompt]) -> np.ndarray:
+    fits = np.array([_is_far_below(measure, prompt) for prompt in chunk])
+    unsure = [place for place in np.flatnonzero(~fits) if not _is_far_above(measure, chunk[place])]
+    if unsure:
         lengths = _count_tokens(measure, [chunk[place] for place in unsure])
         fits[unsure] = np.array(lengths) <= measure.longest
     return fits
 
 
+def _is_far_below(measure: _Measure, prompt: Prompt) -> bool:
+    """No tokenizer in use makes two tokens of a byte; nor, of plain text, twice the tokens that a sample of it has."""
+    size = _count_bytes(prompt)
+    if 2 * (size + measure.surplus) <= measure.longest:
+        return True
+    return 2 * measure.rate * max(size, RATED_BYTES) <= measure.longest and _is_plain(prompt)
+
+
+def _is_far_above(measure: _Measure, prompt: Prompt) -> bool:
+    """By the words of plain text, of which no tokenizer in use makes a token of two."""
+    looked_at = LOOKED_AT * measure.longest
+    for turn in prompt.turns:
+        text = turn.get("content")
+        if isinstance(text, str) and len(text) > 2 * measure.longest:
+            begin = text[:looked_at]
+            if begin.count(" ") > 2 * measure.longest and begin.isascii() and "  " not in begin:
+                return True
+    return False
+
+
+def _is_plain(prompt: Prompt) -> bool:
+    """Words in ASCII with spaces between them: no Chinese, no base64, no code without a space."""
+    texts = [value for turn in prompt.turns for value in turn.values()]
+    return all(
+        isinstance(text, str) and text.isascii() and WORD_BYTES * (text.count(" ") + 1) >= len(text) and "  " not in text
+        for text in texts
+    )
+
+
 def _count_tokens(measure: _Measure, prompts: Sequence[Prompt]) -> list[int]:
-    """Tokens of each prompt as it is put to the model."""
+    """Tokens of each prompt as it is put to the model; of a very long one a number above `longest`, if its begin has twice as
+    many."""
     try:
-        lengths = measure.template.lengths([prompt.turns for prompt in prompts])
+        lengths = measure.template.lengths([prompt.turns for prompt in prompts], 2 * measure.longest, LOOKED_AT // 2)
     except Exception as error:
         raise EnvironmentBroken(
             f"environments.{measure.label}: its prompts can't be rendered for the model: {describe(error)}"
@@ -114,9 +174,15 @@ def _count_tokens(measure: _Measure, prompts: Sequence[Prompt]) -> list[int]:
     return lengths
 
 
-def _find_shortest(measure: _Measure, prompts: Sequence[Prompt]) -> int:
-    return min(_count_tokens(measure, list(sample_prompts(prompts))))
+def _find_shortest(measure: _Measure, sample: Sequence[Prompt]) -> int:
+    """Tokens of the prompt that has the fewest bytes."""
+    return measure.template.lengths([min(sample, key=_count_bytes).turns])[0]
 
 
 def _count_bytes(prompt: Prompt) -> int:
-    return sum(len(str(value).encode("utf-8", "replace")) for turn in prompt.turns for value in turn.values())
+    return sum(_count_bytes_of(value) for turn in prompt.turns for value in turn.values())
+
+
+def _count_bytes_of(value: object) -> int:
+    text = str(value)
+    return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))

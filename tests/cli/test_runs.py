@@ -99,6 +99,15 @@ def test_a_list_of_a_run_or_of_a_part_of_one_says_so(tmp_path: Path, capsys):
     assert "there is no run in it, nor in a folder of it" in capsys.readouterr().err
 
 
+def test_a_folder_with_a_run_json_that_no_run_wrote_is_no_run_that_waits(tmp_path: Path, capsys):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "run.json").write_text("my notes on a run")
+    assert runs.main(["list", str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert line.startswith("no run ")
+    assert f"{tmp_path}/odd/run.json" in line
+
+
 def test_a_log_is_shown_to_its_end_once_the_run_is_over(tmp_path: Path, capsys):
     run = made(tmp_path / "a", exit_json={"exit_code": 0})
     run.log("orchestrator").write_text("".join(f"line {number}\n" for number in range(50)))

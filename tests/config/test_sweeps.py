@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from telescope.cli.sweep import Sweep
-from telescope.compose.load import Point, UsageError, places_for, version_base_for
+from telescope.cli.sweep import Sweep, name_point
+from telescope.compose.load import Point, UsageError, load_points, places_for, version_base_for
 from telescope.compose.sweeper import InvalidPoints, SweepStopped, has_sweeper, search
 from telescope.runlog.layout import RunDirectory
 from tests.config.conftest import write
@@ -46,6 +46,21 @@ def test_a_sweep_tells_every_point_and_all_failures_with_their_reasons(tmp_path:
     told = json.loads((tmp_path / "s/sweep.json").read_text())
     assert [point["exit_code"] for point in told["points"]] == [0, 70, 1]
     assert told["points"][0]["first"] == 0.25
+
+
+def test_a_point_is_named_by_what_was_swept_safe_for_a_folder_and_a_job():
+    """Not by what all points have, be it chosen by the command line or by a sweeper."""
+    given = ("experiment=fake", "model=tiny", "trainer.learning_rate=1e-4,2e-4", "+environments.x.kwargs.url='a/b c','d'")
+    points = load_points(given, places_for(None), os.environ, sweep=True)
+    swept = ("trainer.learning_rate=0.0002", "+environments.x.kwargs.url='a/b c'")
+    assert points[2].swept == swept
+    assert name_point(2, swept, "tiny-grpo") == "002_learning_rate=0.0002,url=-a-b-c-"
+    assert name_point(7, (), "tiny-grpo") == "007_tiny-grpo"
+    assert name_point(1, ("x.note=sk-0123456789abcdefgh",), "") == "001_note=-redacted-"
+    assert len(name_point(12, [f"trainer.setting_{n}={n}" for n in range(40)], "")) <= 80
+    found: list[Point] = []
+    search(GRID, places_for(None), os.environ, Path("unused"), lambda points: [*map(found.append, points)] and [1.0] * 4)
+    assert [point.swept for point in found][:2] == [("algorithm=grpo", "seed=1"), ("algorithm=grpo", "seed=2")]
 
 
 @pytest.mark.filterwarnings("error")

@@ -23,6 +23,7 @@ from telescope._launch.hosts.node_identity import NodeIdentity
 from telescope._launch.hosts.node_protocol import AssignRun, HeadSocket, NodeOrders, NodeReport, NodeSocket
 from telescope._launch.hosts.other_nodes import OtherNodes
 from telescope._launch.process_plan import Host, LaunchPlan, ProcessPlan, make_plan, write_plan
+from telescope._launch.stacks import read_stacks
 from telescope.cli import plan as plan_command
 from telescope.compose.load import load_points, places_for
 from telescope.runlog.identity import RunIdentity, write_identity
@@ -323,6 +324,55 @@ def joined_by(cluster: Cluster, sock: HeadSocket, run_id: str, said: list[str]) 
     nodes.gather(LIMIT_S)
     nodes.assign(run, lambda *_: {}, run_id)
     return nodes, node
+
+
+NODE = """
+import sys
+from pathlib import Path
+from telescope._launch.hosts.node import NodeOptions, run_node
+from telescope._launch.hosts.node_identity import NodeIdentity
+
+identity = NodeIdentity(2, 1, ("127.0.0.1", int(sys.argv[1])), bytes(32))
+sys.exit(run_node(NodeOptions(identity, "hash", Path(sys.argv[2]), "127.0.0.1", 60.0), print))
+"""
+HANGS = """
+import faulthandler, os, signal, time
+faulthandler.register(signal.SIGUSR1)
+print("with", os.environ["MY_TOKEN"], flush=True)
+def reward():
+    time.sleep(600)
+reward()
+"""
+
+
+def test_the_stacks_of_a_process_come_to_a_head_that_does_not_see_its_log(
+    cluster: Cluster, sock: HeadSocket, tmp_path: Path
+) -> None:
+    """Redacted, as the log is from which they come; the head asks, and waits for nothing."""
+    script, run, own = tmp_path / "hard.py", RunDirectory.create(tmp_path / "head"), RunDirectory(tmp_path / "own")
+    script.write_text(HANGS)
+    write_identity(run, RunIdentity(1, "run", "attempt", "test", "", "hash", ()))
+    nodes = OtherNodes(sock, 2, "hash", LIMIT_S, print)
+    cluster.command("-c", NODE, sock.endpoint.rpartition(":")[2], str(own.path))
+    nodes.gather(LIMIT_S)
+    nodes.assign(run, lambda *_: {}, "run")
+    secret = {"MY_TOKEN": "correct-horse-battery"}
+    worker = nodes.begin(ProcessPlan("worker-0", "worker", 0, "here", (str(script),), secret, (), 1, node=1), {}, 1)
+
+    def seen(log: Path, words: str) -> bool:
+        nodes.pump()
+        return log.exists() and words in log.read_text()
+
+    cluster.until(lambda: seen(own.log("worker-0"), "with <redacted>"))
+    assert not run.log("worker-0").exists()
+    worker.ask_stack()
+    cluster.until(lambda: seen(run.log("worker-0"), "in reward"))
+    text = run.log("worker-0").read_text()
+    found = read_stacks(text)
+    assert found is not None
+    assert (found.place.file, found.place.function) == (str(script), "reward")
+    assert "with <redacted>" in text
+    nodes.end(0, "over")
 
 
 @pytest.mark.slow

@@ -13,8 +13,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from telescope.config.models import EMBEDDED
 from telescope.config.run import load_run
+from telescope.runlog import checkpoints
+from telescope.runlog.layout import RunDirectory
 from tests.run.conftest import ROOT, Start
 
 LEAKY = """
@@ -122,6 +126,21 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "mine"
 
 
+def export(run: RunDirectory, to: Path, environ: Mapping[str, str]) -> str:
+    """What `telescope export` says of the run's last checkpoint, to which a model's weights are added: the fake trainer has
+    none."""
+    trainer = checkpoints.trainer_part(checkpoints.find(run.checkpoints))
+    weights = load_file(EMBEDDED / "tiny" / "model.safetensors")
+    save_file({f"model.{name}": tensor for name, tensor in weights.items()}, trainer / "model.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-m", "telescope", "export", "latest", "--run-dir", str(run.path), "--to", str(to)],
+        cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (to / "config.json").exists()
+    return done.stdout + done.stderr
+
+
 @pytest.mark.timeout(300)
 def test_nothing_of_thirty_secrets_is_in_what_a_run_a_resumed_one_and_a_failure_leave(start: Start, home: Path, tmp_path: Path):
     environ = SECRETS | {"TONE": "loud", "WANDB_MODE": "offline"}
@@ -146,6 +165,8 @@ def test_nothing_of_thirty_secrets_is_in_what_a_run_a_resumed_one_and_a_failure_
     later = {name: f"{value}-changed" if name == "AUTH" else value for name, value in SECRETS.items()}
     again = start("number_of_steps=3", resume=run, environ=environ | later)
     assert again.wait() == 0, again.said()
+    exported = export(again.directory, tmp_path / "exported", environ | later)
+    assert "S3CR" not in exported
     broken = start(
         "--config-dir", str(home), *SETTINGS, "number_of_steps=2", "environments.leaky.kwargs.fails=true", environ=environ
     )

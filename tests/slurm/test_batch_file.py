@@ -20,8 +20,8 @@ from telescope._launch.slurm.allocation import AllocatedNode, expand, list_nomin
 from telescope._launch.slurm.batch_job import make_srun_command
 from telescope._launch.slurm.submit import SubmitRefused, render_script, submit
 from telescope.cli import runs
+from telescope.cli.half_done import HalfDone
 from telescope.cli.runs import run_status
-from telescope.cli.submitting import HalfDone
 from telescope.config.run import dump_run, load_run
 from telescope.config.slurm import SlurmGroup, SlurmSettings, minutes_of
 from telescope.runlog.attempts import begin, end, read_attempts, read_submission
@@ -246,7 +246,7 @@ def test_a_dry_run_writes_the_batch_file_and_submits_nothing(tmp_path: Path):
     script = tmp_path / "sweep" / "slurm" / "submission.sh"
     assert "#SBATCH --array=0-1%2" in script.read_text().splitlines()
     assert script.parent.stat().st_mode & 0o777 == 0o700
-    for point in ("000_tiny-grpo", "001_tiny-grpo"):
+    for point in ("000_seed=0", "001_seed=1"):
         directory = RunDirectory(tmp_path / "sweep" / point)
         assert (read_submission(directory).job_id, read_submission(directory).script) == ("", str(script))
         assert directory.plan_json.exists()
@@ -303,7 +303,7 @@ def test_jobs_that_were_accepted_before_a_refusal_are_told(tmp_path: Path):
 
 
 def test_a_point_whose_directory_could_not_be_made_is_not_called_submitted(tmp_path: Path):
-    in_the_way = tmp_path / "sweep" / "001_tiny-grpo" / "something"
+    in_the_way = tmp_path / "sweep" / "001_seed=0,partition=b" / "something"
     in_the_way.mkdir(parents=True)
     done = run(*SWEEP, f"run_dir={tmp_path}/sweep", PATH=slurm_that_accepts_once(tmp_path / "bin"))
     assert done.returncode == 1, done.stderr
@@ -475,10 +475,55 @@ def test_a_sweep_in_slurm_gets_its_table_from_its_list(tmp_path: Path, capsys: p
         PATH=slurm_that_accepts_once(tmp_path / "bin"),
     )
     assert done.returncode == 0, done.stderr
-    ended = RunDirectory(tmp_path / "s" / "000_tiny-grpo")
+    ended = RunDirectory(tmp_path / "s" / "000_seed=0")
     ended.exit_json.write_text('{"exit_code": 0}')
     ended.summary_json.write_text('{"reward_mean_last": 0.75, "exit_reason": "done"}')
     assert runs.main(["list", str(tmp_path / "s")]) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert [line.split()[:3] for line in table[1:3]] == [["0", "0", "0.75"], ["1", "-", "-"]]
-    assert [f"seed={seed}" in line.split() for seed, line in enumerate(table[1:3])] == [True, True]
+    assert [line.split()[3:] for line in table[1:3]] == [["seed=0"], ["seed=1"]]
+
+
+def interrupting(folder: Path, then: str) -> str:
+    """PATH with an sbatch during which a Ctrl-C comes; it is called once at most."""
+    path = slurm_that_accepts_once(folder)
+    (folder / "sbatch").write_text(f"#!/bin/sh\nkill -INT $PPID\nmkdir {folder}/called || exit 9\n{then}\n")
+    return path
+
+
+def test_a_ctrl_c_while_sbatch_is_called_tells_the_job_that_it_has_queued(tmp_path: Path):
+    path = interrupting(tmp_path / "bin", "sleep 0.3; echo Submitted batch job 12")
+    done = run(*SWEEP, f"run_dir={tmp_path}/sweep", PATH=path)
+    assert done.returncode == 130, done.stderr
+    assert "2 jobs were submitted before: 12_0, 12_1 (`scancel 12_0 12_1` takes back what is not wanted)." in done.stderr
+    names = sorted(one.name for one in (tmp_path / "sweep").iterdir() if one.is_dir())
+    assert names == ["000_seed=0,partition=a", "002_seed=1,partition=a", "slurm"]
+    told = told_of(tmp_path / "sweep")
+    assert [told[0], told[2]] == [("12_0", None, "submitted"), ("12_1", None, "submitted")]
+    assert [told[1], told[3]] == [("", 1, "not submitted"), ("", 1, "not submitted")]
+
+
+def test_a_ctrl_c_that_ends_sbatch_too_leaves_nothing(tmp_path: Path):
+    done = run(
+        "experiment=fake", "cluster=slurm", f"run_dir={tmp_path}/run", PATH=interrupting(tmp_path / "bin", "kill -INT $$")
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Nothing was submitted." in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_points_of_an_array_are_named_by_what_was_swept_and_a_job_alone_too(tmp_path: Path):
+    """One array has one name until its points begin; where Slurm does not take theirs they keep it."""
+    path = slurm_that_accepts_once(tmp_path / "bin")
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\n")
+    scontrol.chmod(0o700)
+    done = run("-m", "experiment=fake", "cluster=slurm", "seed=0,1", f"run_dir={tmp_path}/s", PATH=path)
+    assert done.returncode == 0, done.stderr
+    point = RunDirectory(tmp_path / "s" / "001_seed=1")
+    array = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
+    attempted(point, PATH=path, **array)
+    assert (tmp_path / "asked").read_text().splitlines()[0] == "update JobId=12_1 JobName=001_seed=1"
+    lonely = ("cluster.slurm.partition=a,b", "cluster.dry_run=true", f"run_dir={tmp_path}/t")
+    assert run("-m", "experiment=fake", "cluster=slurm", *lonely).returncode == 0
+    assert "#SBATCH --job-name=001_partition=b" in (tmp_path / "t/slurm/submission.sh").read_text().splitlines()

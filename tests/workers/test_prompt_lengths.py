@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from pydantic import Field
@@ -76,6 +78,71 @@ def test_characters_of_several_bytes_are_counted_as_tokens_not_guessed(template:
 
     kept = leave_out_too_long(loaded(Umlauts(lengths=())), template, 10, 60)
     assert (kept.card.split_sizes["train"], kept.card.too_long) == (2, 1)
+
+
+class Words:
+    """A tokenizer of a token a word, that counts the characters it was given; a letter beyond ASCII is a token too."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> str:
+        return "".join(f"<|{turn['role']}|> {turn['content']}" for turn in conversation)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.read += len(text)
+        return [0] * (len(text.split()) + sum(not letter.isascii() for letter in text) * (not text.isascii()))
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        return "</s>"
+
+
+class Texts(SingleTurn):
+    texts: tuple[str, ...]
+    times: int = 1
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return [Prompt(({"role": "user", "content": text},)) for text in self.texts] * self.times
+
+
+def measured(environment: Texts, longest: int) -> tuple[int, int, float]:
+    """(prompts that are too long, characters tokenised, CPU seconds)."""
+    words, begin = Words(), time.process_time()
+    whole = loaded(environment)
+    kept = leave_out_too_long(whole, ChatTemplate(words, [0]), longest, 60)
+    return kept.card.too_long, words.read, time.process_time() - begin
+
+
+def test_a_hundred_thousand_plain_prompts_are_measured_by_a_sample():
+    """2,000 bytes and 401 tokens each, where 1,000 fit: bytes alone do not say so."""
+    too_long, read, seconds = measured(Texts(texts=("word " * 399 + "last",), times=100_000), 1000)
+    assert too_long == 0
+    assert read < 257 * 2100
+    assert seconds < 2.0
+
+
+def test_what_is_no_plain_text_is_tokenised_whatever_the_sample_says():
+    """600 letters that are a token each among prompts of 401 tokens, at a place that the sample does not hold."""
+    texts = ["word " * 399 + "last"] * 2000
+    texts[777] = "ü" * 1200
+    assert measured(Texts(texts=tuple(texts)), 1000)[0] == 1
+
+
+def test_prompts_of_megabytes_are_told_by_their_begin():
+    """Plain ones by their words, others by the tokens of what comes first."""
+    plain, odd, short = "word " * 300_000, "wörd " * 300_000, "word " * 100
+    too_long, read, seconds = measured(Texts(texts=(plain, plain, short), times=20_000), 1000)
+    assert too_long == 40_000
+    assert read < 257 * 600
+    assert seconds < 5.0
+    too_long, read, _ = measured(Texts(texts=(odd, short)), 1000)
+    assert too_long == 1
+    assert read < 3 * 17_000, "16 characters a token of the limit, in the sample and again"
+
+
+def test_a_long_prompt_of_few_tokens_is_read_to_its_end():
+    gaps = "word" + " " * 100_000
+    assert measured(Texts(texts=(gaps * 3, "word")), 1000)[0] == 0
 
 
 def test_measuring_ends_at_its_deadline_with_a_sentence(template: ChatTemplate) -> None:

@@ -35,9 +35,10 @@ from telescope.cli.env.check_policies import (
 )
 from telescope.cli.env.check_report import Played, Stated, write_report
 from telescope.compose.load import UsageError, load_points, places_for
-from telescope.compose.options import GROUPS
+from telescope.compose.options import GROUPS, Places
 from telescope.config.models import ModelNotFound, model_folder
 from telescope.config.plugins import ENVIRONMENTS, PluginError, load
+from telescope.config.plugins import files as find_names
 from telescope.config.run import RunConfig
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
@@ -108,7 +109,7 @@ def _make_parser() -> argparse.ArgumentParser:
 def _compose(asked: argparse.Namespace) -> RunConfig:
     """The run that would be made. Raises `ConfigError`, `UsageError` or `PluginError`."""
     places = places_for(asked.config_dir)
-    kind = load(ENVIRONMENTS, asked.name, places.plugin_path)  # an unknown name is told before anything else
+    kind = load(ENVIRONMENTS, _find_class(asked.name, places), places.plugin_path)  # an unknown name is told first
     overrides = [f"env={asked.name}", *([f"model.name={asked.model}"] if asked.model else ())]
     for override in asked.overrides:
         key, equals, _ = override.partition("=")
@@ -120,6 +121,16 @@ def _compose(asked: argparse.Namespace) -> RunConfig:
     if point.config is None or point.problems:
         raise ConfigError(point.problems)
     return point.config
+
+
+def _find_class(name: str, places: Places) -> str:
+    """The registered name behind the environment of a preset; any other name stands for itself. Raises `ConfigError`."""
+    if name in find_names(ENVIRONMENTS, places.plugin_path) or name not in places.presets("env"):
+        return name
+    (point,) = load_points([f"env={name}"], places, os.environ)
+    if point.config is None or name not in point.config.environments:
+        raise ConfigError(point.problems)
+    return point.config.environments[name].name
 
 
 async def _check(

@@ -117,6 +117,26 @@ def test_a_preset_is_chosen_as_for_a_run(capsys: pytest.CaptureFixture[str]) -> 
     assert "2 of 2 rollouts scored" in capsys.readouterr().out
 
 
+def test_a_preset_of_ones_own_is_an_environment_by_its_name(odd: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """With its settings, which further words change."""
+    home = Path(odd[odd.index("--config-dir") + 1])
+    (home / "env").mkdir()
+    (home / "env" / "odder.yaml").write_text("name: odd\nkwargs: {broken: 1}\n")
+    assert main(["check", "odder", *odd[2:], "--no-second-process"]) == 1
+    said = capsys.readouterr().out
+    assert "environments.odder: 4 train prompts" in said
+    assert "6 of 8 rollouts scored" in said
+    assert main(["check", "odder", "broken=-1", *odd[2:], "--no-second-process"]) == 0
+
+
+def test_a_file_that_hydra_does_not_see_is_told(odd: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    home = Path(odd[odd.index("--config-dir") + 1])
+    (home / "env").mkdir()
+    (home / "env" / "odder.yml").write_text("name: odd\n")
+    assert main([*odd, "--no-second-process"]) == 1
+    assert "env/odder.yml is not read: presets end in .yaml, so rename it to odder.yaml" in capsys.readouterr().err
+
+
 def test_long_names_of_metrics_keep_the_columns_in_line(odd: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     file = Path(odd[3]) / "plugins/environments/odd.py"
     file.write_text(ODD.replace("now_and_then", "a_name_of_more_than_twenty_two_letters"))
