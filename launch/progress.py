@@ -175,10 +175,11 @@ class LogCopy:
 
 
 def format_status(status: Mapping[str, Any]) -> str:
-    """`step 12/60 · reward 0.412 · exact 38% · 5.1k tok/s · lag 1.2 · queue 14 · ETA 1:05 · in flight 96 · train step 12`."""
+    """`step 12/60 · reward 0.412 (n=96) · exact 38% · 5.1k sampled tok/s · lag 1.2 · queue 14 · ETA 1:05 · in flight 96 ·
+    training step 13`. A step of whose policies none has been scored to the end has `reward –`."""
     parts = [
         _format_step(status),
-        _format_number(status, "reward", "reward {:.3f}"),
+        _format_reward(status),
         _format_number(status, "exact", "exact {:.0%}"),
         _format_tokens_per_s(status),
         _format_number(status, "lag", "lag {:.1f}"),
@@ -224,11 +225,19 @@ def _format_step(status: Mapping[str, Any]) -> str:
     return f"step {step}/{steps}" if steps is not None else f"step {step}"
 
 
+def _format_reward(status: Mapping[str, Any]) -> str:
+    """With the number of rollouts that it is the mean of."""
+    reward, rollouts = status.get("reward"), status.get("reward_rollouts")
+    if not _is_number(reward):
+        return "reward –" if status.get("step") and "reward" in status else ""
+    return f"reward {reward:.3f}" + (f" (n={rollouts:.0f})" if _is_number(rollouts) else "")
+
+
 def _format_tokens_per_s(status: Mapping[str, Any]) -> str:
-    rate = status.get("tokens_per_s")
+    rate = status.get("sampled_tokens_per_s")
     if not _is_number(rate):
         return ""
-    return f"{rate / 1000:.1f}k tok/s" if rate >= 1000 else f"{rate:.0f} tok/s"
+    return f"{rate / 1000:.1f}k sampled tok/s" if rate >= 1000 else f"{rate:.0f} sampled tok/s"
 
 
 def _format_number(status: Mapping[str, Any], name: str, form: str) -> str:

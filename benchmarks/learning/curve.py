@@ -13,7 +13,8 @@ from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 
 SHOWN = (
-    "reward/mean", "logprob_difference", "ratio_mean", "entropy", "grad_norm", "staleness_mean", "timing_step_active",
+    "reward/policy", "reward/trained", "logprob_difference", "ratio_mean", "entropy", "grad_norm", "staleness_mean",
+    "timing_step_active",
     "rollouts/completion_tokens/mean", "rollouts/trained_completion_tokens/mean",
 )  # fmt: skip
 

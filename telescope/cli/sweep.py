@@ -21,9 +21,9 @@ import msgspec
 from telescope.config.redaction import redact_shapes
 from telescope.runlog.files import read_json
 from telescope.runlog.layout import RunDirectory, write_atomically
-from telescope.runlog.opening import look
+from telescope.runlog.opening import RunLook, look
 
-OBJECTIVE = "reward_mean_last"
+OBJECTIVE = "reward_policy_last"
 """The number of a run's summary that tells how good a point is, unless `--objective` names another."""
 SHOWN_REASON = 1_000
 RESULTS = "sweep.json"
@@ -63,7 +63,8 @@ class SweepResult:
 
     @property
     def failed(self) -> bool:
-        return self.exit_code not in (0, None)
+        """Also where the run itself ended well, and has no number to compare."""
+        return self.exit_code is not None and (self.exit_code != 0 or self.value is None)
 
 
 class SweepRecord(msgspec.Struct, frozen=True):
@@ -97,10 +98,7 @@ class Sweep:
         last = found.last_of_job
         if found.exit.ended is None or (last is not None and last.requeued):
             return result
-        value, first = (_number(found.summary, name) for name in (self.objective, "reward_mean_first"))
-        return replace(
-            result, exit_code=found.exit.ended, reason=found.reason or "it left no summary", value=value, first=first
-        )
+        return self._judge(result, found, found.exit.ended)
 
     @property
     def name(self) -> str:
@@ -109,19 +107,19 @@ class Sweep:
 
     def ended(self, overrides: Sequence[str], run_dir: Path, exit_code: int, swept: Sequence[str] = ()) -> SweepResult:
         """Take down how the next point ended, from what its run directory says."""
-        found = look(RunDirectory(run_dir))
-        result = SweepResult(
-            point=len(self.results),
-            overrides=tuple(overrides),
-            run_dir=str(run_dir),
-            exit_code=exit_code,
-            reason=found.reason or "it left no summary",
-            value=_number(found.summary, self.objective),
-            first=_number(found.summary, "reward_mean_first"),
-            swept=tuple(swept),
-        )
+        result = SweepResult(len(self.results), tuple(overrides), str(run_dir), exit_code, "", swept=tuple(swept))
+        result = self._judge(result, look(RunDirectory(run_dir)), exit_code)
         self._take(result)
         return result
+
+    def _judge(self, result: SweepResult, found: RunLook, exit_code: int) -> SweepResult:
+        """With what the run directory says of its end."""
+        value, first = (_number(found.summary, name) for name in (self.objective, "reward_policy_first"))
+        reason = found.reason or "it left no summary"
+        if exit_code == 0 and value is None:
+            why = "no group was scored" if self.objective == OBJECTIVE else "--objective names a number of summary.json"
+            reason = f"it has no {self.objective}: {why}"
+        return replace(result, exit_code=exit_code, reason=reason, value=value, first=first)
 
     def submitted(self, overrides: Sequence[str], run_dir: Path, job: str, swept: Sequence[str] = ()) -> None:
         """Take down a point that a batch system has got (`job`; empty where its batch file was written alone); how it ends

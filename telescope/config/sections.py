@@ -131,7 +131,7 @@ class OrchestratorSettings(Settings):
     max_off_policy_steps: int = Field(default=8, ge=1, le=1_000_000)
     """Retire an incomplete group whose first dispatch is this many versions old (D)."""
     discard_group_zero_advantage: bool = True
-    """Drop groups whose rewards are all equal."""
+    """Drop groups whose rewards are all equal, and generate others for them: a third more in the default run."""
     enable_prompt_prefetch: bool = True
     """Workers make and tokenise the next prompts ahead, off their event loop."""
     prompt_prefetch_buffer_size: int = Field(default=24, ge=1, le=1_000)

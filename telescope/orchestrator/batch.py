@@ -12,8 +12,8 @@ from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
 from telescope.flow.commands import TrainOnBatch
 from telescope.flow.prompt_sampler import Permutation, keyed_hash
 from telescope.maths import dealing, minibatches, packing
+from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
-from telescope.orchestrator.scores import RewardRanges
 from telescope.records import Denominators, TrainItem
 from telescope.wire.codec import MAX_FRAME_BYTES
 from telescope.wire.messages import TrainStep

@@ -237,5 +237,5 @@ class Executor:
         """Begin the checkpoint that the core has ordered."""
         rollouts = snapshot.rollout_ids
         rows = lineage.up_to(self._recorder.last_row, snapshot.step)
-        state = OrchestratorState(snapshot, self._store.take(sorted(rollouts)), self._recorder.make_counters(rollouts), rows)
+        state = OrchestratorState(snapshot, self._store.take(sorted(rollouts)), self._recorder.make_counters(), rows)
         self._checkpoints.begin(snapshot.step, state, time.monotonic())

@@ -346,8 +346,8 @@ class Orchestrator:
         del self._steps_done[body.step]
         spent = self._cpu_time.measure(self._peers.present.values())
         metrics = self._recorder.record_step(done[self._peers.ranks[0]], self._core.counts(), spent)
-        reward = metrics.get("reward/mean")
-        said = "no rollout scored since the last step" if reward is None else f"reward {reward:.3f}"
+        reward, version = metrics.get("reward/policy"), metrics.get("reward/policy/version")
+        said = "no version's rollouts have all ended" if reward is None else f"reward {reward:.3f} of version {version:.0f}"
         loss = f"loss {metrics['loss']:.4f}" if "loss" in metrics else "no loss"
         log.info("step %d: %s, %s", body.step, said, loss)
         self._events.append(events.StepDone(step=body.step))

@@ -30,8 +30,8 @@ from telescope.orchestrator.checkpoints import SaveRules
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
+from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.saved_state import CannotGoOn, RunStart, start_run
-from telescope.orchestrator.scores import RewardRanges
 from telescope.orchestrator.training_health import ParityCheck
 from telescope.orchestrator.weight_coordinator import UpdateRules
 from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root
@@ -175,9 +175,18 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
     parity = ParityCheck.from_config(config, "gpu" if placement.on_gpu else "cpu")
     groups = config.logging.token_groups
     recorder = Recorder(
-        run, run_log, mirror, config.number_of_steps, rewards, token_groups=groups, parity=parity, redactor=context.redactor
+        run,
+        run_log,
+        mirror,
+        config.number_of_steps,
+        rewards,
+        group_size=config.rollout.group_size,
+        environments=tuple(config.environments),
+        token_groups=groups,
+        parity=parity,
+        redactor=context.redactor,
     )
-    recorder.resume(begun.counters, begun.history, begun.rollouts)
+    recorder.resume(begun.counters, begun.history)
 
     def summarize() -> None:
         recorder.write_summary(core.counts(), _make_summary(end.outcome, started))
@@ -288,7 +297,8 @@ def _make_save_rules(context: ProcessContext) -> SaveRules | None:
 
 
 def _end_groups(core: Core, recorder: Recorder, journal: Journal, reason: str, started: float) -> None:
-    """After an error the core has not ended the run: it gives every group that is still alive its last state."""
+    """After an error the core has not ended the run: it gives every group that is still alive its last state. What they scored
+    is told."""
     now, event = time.monotonic() - started, events.StopRequested(reason=reason, ok=False)
     ordered = core.handle(event, now)
     for command in ordered:
@@ -296,6 +306,7 @@ def _end_groups(core: Core, recorder: Recorder, journal: Journal, reason: str, s
             recorder.record_group(command)
     if ordered and not journal.broken:
         journal.append(encode_line(now, event, ordered))
+    recorder.end_cohorts()
 
 
 def _interrupt(orchestrator: Orchestrator, supervisor: SupervisorChannel, number: int) -> None:

@@ -25,9 +25,19 @@ from telescope.flow import commands
 from telescope.flow.counts import Counts
 from telescope.maths.summaries import gini, group_mean, max_median_ratio
 from telescope.orchestrator.batch import TrainBatch
+from telescope.orchestrator.cohorts import (
+    Cohort,
+    CohortEnds,
+    CohortTally,
+    Score,
+    count_failures,
+    make_means,
+    pool,
+    summarize,
+)
+from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout
 from telescope.orchestrator.saved_state import SummaryCounters
-from telescope.orchestrator.scores import RewardRanges, ScoreTally
 from telescope.orchestrator.training_health import ParityCheck
 from telescope.orchestrator.weight_update import WeightUpdate
 from telescope.records import EnvironmentCard, FailureKind, RolloutOrder
@@ -38,8 +48,6 @@ from telescope.wire.messages import StepReport
 
 log = logging.getLogger(__name__)
 
-STEPS_AT_EACH_END = 5
-"""Whose means the summary compares; fewer where a run is so short that a step would stand on both sides."""
 PACE_STEPS = 10
 
 
@@ -54,6 +62,8 @@ class Recorder:
         number_of_steps: int,
         rewards: RewardRanges | None = None,
         *,
+        group_size: int = 1,
+        environments: Sequence[str] = (),
         token_groups: int = 0,
         parity: ParityCheck | None = None,
         redactor: Redactor | None = None,
@@ -63,9 +73,18 @@ class Recorder:
         self._parity = parity or ParityCheck()
         self._run, self._log, self._mirror, self._steps = run, log, mirror, number_of_steps
         self.rewards = rewards or RewardRanges()
-        self._tally = ScoreTally()
+        self._group_size, self._each = group_size, len(environments) > 1
+        self._cohorts = CohortTally(group_size)
+        self._ends = CohortEnds()
+        self._ended: list[Cohort] = []
+        """Cohorts that have ended since the last step."""
+        self._scored: Counter[str] = Counter()
+        self._failed: Counter[tuple[str, str]] = Counter()
+        """Since the last step: rollouts by environment, attempts without a score by environment and kind."""
+        self._sampled_before = 0
+        """Sampled tokens until the last step."""
         self._put_off: deque[tuple[Rollout, Callable[[], None]]] = deque()
-        self._closing: dict[int, tuple[TrainBatch, dict[str, float]]] = {}
+        self._in_training: dict[int, TrainBatch] = {}
         self.history: list[dict[str, float]] = []
         self.updates_skipped = 0
         self._prompts: dict[str, dict[str, int]] = {}
@@ -87,29 +106,30 @@ class Recorder:
         self.catch_up()
         return self._log.last_row
 
-    def make_counters(self, rollout_ids: frozenset[int]) -> SummaryCounters:
-        """What a checkpoint keeps of the summary; `rollout_ids`: of the rollouts that are kept with it."""
+    def make_counters(self) -> SummaryCounters:
+        """What a checkpoint keeps of the summary."""
         self.catch_up()
         return SummaryCounters(
             tokens=dict(self.tokens),
             seconds=dict(self.seconds),
             out_of_range=dict(self.rewards.outside),
             updates_skipped=self.updates_skipped,
-            tallied=tuple(rollout_id for rollout_id in self._tally.rollout_ids if rollout_id in rollout_ids),
+            cohorts=(*self._ended, *self._cohorts.save()),
+            first_cohorts=tuple(self._ends.first),
+            last_cohorts=tuple(self._ends.last),
+            cohorts_ended=self._ends.count,
         )
 
-    def resume(self, counters: SummaryCounters, history: Sequence[Mapping[str, Any]], rollouts: Sequence[Rollout]) -> None:
+    def resume(self, counters: SummaryCounters, history: Sequence[Mapping[str, Any]]) -> None:
         """Go on where a checkpoint was made. `history`: the metrics of each step before it."""
         self.tokens.update(counters.tokens)
         self.seconds |= counters.seconds
         self.rewards.outside.update(counters.out_of_range)
         self.updates_skipped = counters.updates_skipped
         self.history = [{name: value for name, value in step.items() if value is not None} for step in history]
-        tallied = frozenset(counters.tallied)
-        for rollout in rollouts:
-            if rollout.order.rollout_id in tallied:
-                label = rollout.order.prompt.environment
-                self._tally.add(rollout.result, self.rewards.normalise(label, rollout.result.reward))
+        self._cohorts.restore(counters.cohorts)
+        self._ends = CohortEnds(list(counters.first_cohorts), list(counters.last_cohorts), counters.cohorts_ended)
+        self._sampled_before = self.tokens["completion"]
 
     def add_to_next_step(self, metrics: Mapping[str, float]) -> None:
         """To be reported with the step that is done next."""
@@ -159,7 +179,9 @@ class Recorder:
     def _write_scored(self, rollout: Rollout, safe: Callable[[], None]) -> None:
         if rollout.taken:
             label = rollout.order.prompt.environment
-            self._tally.add(rollout.result, self.rewards.normalise(label, rollout.result.reward))
+            self._scored[label] += 1
+            score = Score.of(label, rollout.result, self.rewards.normalise(label, rollout.result.reward))
+            self._cohorts.add(rollout.order.group_id, rollout.order.rollout_id, score)
             if sentence := self.rewards.note(label, rollout.result.reward):
                 log.warning("%s", sentence)
                 self.alert("warning", f"environments.{label}", sentence)
@@ -172,11 +194,12 @@ class Recorder:
     def record_failure(self, rollout: Rollout, cause: str, kind: FailureKind) -> None:
         row = {**make_order_row(rollout.order), "status": "cancelled", "cause": cause, "worker": rollout.worker}
         if not rollout.cancelled:
-            self._tally.failures[kind] += 1
+            self._failed[rollout.order.prompt.environment, kind] += 1
             row |= {"status": "error", "failure": kind}
         self._log.append("rollouts", row)
 
     def record_group(self, command: commands.RecordGroupState) -> None:
+        self._cohorts.note_group(command.group_id, command.state, command.reason, command.version)
         self._log.append(
             "groups",
             {
@@ -199,10 +222,8 @@ class Recorder:
     # ---- steps and weights -------------------------------------------------------------------------------------------
 
     def record_batch(self, batch: TrainBatch) -> None:
-        """A batch has been cut: write it, and close the tally that led to it."""
-        self.catch_up()
-        self._closing[batch.command.step] = (batch, self._tally.summarize())
-        self._tally = ScoreTally()
+        """A batch has been cut."""
+        self._in_training[batch.command.step] = batch
         self._log.append(
             "batches",
             {
@@ -236,12 +257,11 @@ class Recorder:
     ) -> dict[str, float]:
         """All ranks are through with a step: its metrics, rank 0's already reduced over the ranks. `processor_s`: spent since
         the last one, by part of the run."""
-        batch, metrics = self._closing.pop(done.step)
-        now = time.monotonic()
+        self.catch_up()
+        batch, now = self._in_training.pop(done.step), time.monotonic()
         seconds = now - (self._step_ends[-1] if self._step_ends else self._generating_since or now)
         self._step_ends.append(now)
-        tokens = sum(rollout.tokens for rollout in batch.rollouts)
-        metrics |= dict(done.metrics) | done.timings | self._next_step
+        metrics = self._report_policy(counts.version) | dict(done.metrics) | done.timings | self._next_step
         self._next_step = {}
         numbers = msgspec.structs.asdict(counts).items()
         metrics |= {f"flow/{name}": float(value) for name, value in numbers if isinstance(value, int | float)}
@@ -250,7 +270,11 @@ class Recorder:
         if len(batch.lags):
             metrics |= {"staleness_mean": float(batch.lags.mean()), "staleness_max": float(batch.lags.max())}
         metrics |= {f"processor_s/{part}": spent for part, spent in processor_s.items()}
-        metrics |= {"timing_step_total": seconds, "tokens": float(tokens), "tokens_per_s": tokens / max(seconds, 1e-9)}
+        tokens = {"processed": sum(rollout.tokens for rollout in batch.rollouts), "trained": batch.trained_tokens}
+        tokens["sampled"] = self.tokens["completion"] - self._sampled_before
+        self._sampled_before = self.tokens["completion"]
+        metrics |= {"timing_step_total": seconds, "tokens": float(tokens["processed"])}
+        metrics |= {f"tokens_per_s/{what}": count / max(seconds, 1e-9) for what, count in tokens.items()}
         for name, value in done.timings.items():
             if not name.endswith("_mean"):
                 self.seconds[name] = self.seconds.get(name, 0.0) + value
@@ -266,6 +290,32 @@ class Recorder:
         if self._mirror is not None:
             self._mirror.log(done.step, metrics)
         return metrics
+
+    def _report_policy(self, version: int) -> dict[str, float]:
+        """Metrics of the cohorts that have ended since the last step, at each of which a row is written. `version`: served."""
+        self._end_cohorts(self._cohorts.take_ended(version))
+        ended, self._ended = self._ended, []
+        metrics = summarize(ended, self._group_size, each=self._each)
+        metrics["rollouts/scored"] = float(self._scored.total())
+        metrics |= count_failures(self._failed, self._scored, each=self._each)
+        self._scored.clear()
+        self._failed.clear()
+        return metrics
+
+    def _end_cohorts(self, cohorts: Sequence[Cohort]) -> None:
+        for cohort in cohorts:
+            metrics = summarize([cohort], self._group_size, each=self._each)
+            self._log.append("policy", {"version": cohort.version, "cut_off": cohort.cut_off, "metrics": metrics})
+            self._ends.add(make_means(cohort, self._group_size, each=self._each))
+        self._ended += cohorts
+
+    def end_cohorts(self) -> None:
+        """At the run's end: what has not ended is cut off, and said to be."""
+        self.catch_up()
+        self._end_cohorts(self._cohorts.take_all())
+        whole = [cohort for cohort in self._ended if not cohort.cut_off]
+        if self._mirror is not None and whole and self.history:
+            self._mirror.log(len(self.history), summarize(whole, self._group_size, each=self._each))
 
     def record_weights(self, update: WeightUpdate, phase: str, server: str = "", pause_s: float = 0.0, cause: str = "") -> None:
         self._log.append(
@@ -301,19 +351,16 @@ class Recorder:
         status = {
             "steps": self._steps,
             "step": len(self.history),
-            "reward": self._last("reward/mean"),
-            "exact": self._last("sample/exact"),
-            "tokens_per_s": latest.get("tokens_per_s"),
+            "reward": latest.get("reward/policy"),
+            "reward_rollouts": latest.get("reward/policy/rollouts"),
+            "exact": latest.get("sample/exact"),
+            "sampled_tokens_per_s": latest.get("tokens_per_s/sampled"),
             "lag": latest.get("staleness_mean"),
             "alerts": self._alerts[0],
             "alert": self._alerts[1],
             **fields,
         }
         self._write(self._run.status_json, orjson.dumps(status, option=orjson.OPT_SERIALIZE_NUMPY).decode(), durable=False)
-
-    def _last(self, name: str) -> float | None:
-        """Of the latest step that has it: in a run's last steps all may have been scored before the step began."""
-        return next((metrics[name] for metrics in reversed(self.history) if name in metrics), None)
 
     def estimate_eta_s(self) -> float | None:
         """Seconds to go at the pace of the last steps; None before the second step."""
@@ -326,17 +373,17 @@ class Recorder:
         """Write summary.json: what the run did, in one page. Called again, it replaces what it wrote."""
         if self._step_ends:
             self.seconds["training"] = self._step_ends[-1] - (self._generating_since or self._step_ends[0])
-        ends = min(STEPS_AT_EACH_END, len(self.history) // 2)
-        first, last = slice(None, ends), slice(-max(ends, 1), None)
+        first, last = map(pool, self._ends.choose())
         summary = {
             "steps": len(self.history),
             "prompts": self._prompts,
             "rewards_out_of_range": dict(self.rewards.outside),
-            "mean_over_steps": max(ends, 1) if self.history else None,
-            "reward_mean_first": self._mean("reward/mean", first),
-            "reward_mean_last": self._mean("reward/mean", last),
-            "exact_first": self._mean("sample/exact", first),
-            "exact_last": self._mean("sample/exact", last),
+            "reward_policy_first": first.get("reward"),
+            "reward_policy_last": last.get("reward"),
+            "exact_first": first.get("metrics", {}).get("exact"),
+            "exact_last": last.get("metrics", {}).get("exact"),
+            "policy_first": first,
+            "policy_last": last,
             "rollouts": {
                 "generated": counts.rollouts_generated,
                 "trained": counts.rollouts_trained,
@@ -378,10 +425,6 @@ class Recorder:
         else:
             self._unwritable.discard(path)
 
-    def _mean(self, name: str, steps: slice) -> float | None:
-        values = [metrics[name] for metrics in self.history[steps] if name in metrics]
-        return float(np.mean(values)) if values else None
-
 
 def _describe_left_out(count: int, broken: int) -> str:
     """`1 update left out, as a gradient was not a finite number`: of `count` updates `broken` for that."""
@@ -401,12 +444,13 @@ def _measure_groups(batch: TrainBatch) -> dict[str, float]:
     rewards = [rollout.result.reward for rollout in batch.rollouts]
     lengths = [rollout.result.completion_tokens for rollout in batch.rollouts]
     measured = {
-        "reward/group_gini_mean": group_mean(gini, rewards, groups),
+        "reward/trained/group_gini": group_mean(gini, rewards, groups),
         "group_length_gini_mean": group_mean(gini, lengths, groups),
         "group_length_max_median_ratio_mean": group_mean(max_median_ratio, lengths, groups),
     }
     return {
-        "reward/trained_mean": float(np.mean(rewards)),
+        "reward/trained": float(np.mean(rewards)),
+        "reward/trained/rollouts": float(len(rewards)),
         "rollouts/trained_completion_tokens/mean": float(np.mean(lengths)),
         **{name: value for name, value in measured.items() if value is not None},
     }

@@ -22,6 +22,7 @@ import numpy as np
 from telescope.flow.core import Core
 from telescope.flow.settings import FlowSettings
 from telescope.flow.snapshot import Snapshot
+from telescope.orchestrator.cohorts import Cohort, CohortMeans
 from telescope.orchestrator.rollout_store import Rollout
 from telescope.records import Record, RolloutOrder, Trajectory
 from telescope.runlog.attempts import CountedRows, Lineage, read_lineage, write_rows
@@ -30,7 +31,7 @@ from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.wire.messages import RolloutResult
 
-FORMAT = 2
+FORMAT = 3
 STATE, ARRAYS, ROWS = "state.msgpack", "arrays.bin", "rows.json"
 COLUMNS = (("ids", "<i4"), ("mask", "u1"), ("logprobs", "<f4"), ("versions", "<i4"))
 TOKEN_BYTES = sum(np.dtype(kind).itemsize for _, kind in COLUMNS)
@@ -46,13 +47,17 @@ class SavedRollout(Record):
 
 
 class SummaryCounters(Record):
-    """What the summary adds up over a run. `tallied`: which kept rollouts were scored since the last batch closed."""
+    """What the summary adds up over a run. `cohorts`: those that have not been reported; `first_cohorts`, `last_cohorts` and
+    `cohorts_ended` of those that have."""
 
     tokens: dict[str, int] = msgspec.field(default_factory=dict)
     seconds: dict[str, float] = msgspec.field(default_factory=dict)
     out_of_range: dict[str, int] = msgspec.field(default_factory=dict)
     updates_skipped: int = 0
-    tallied: tuple[int, ...] = ()
+    cohorts: tuple[Cohort, ...] = ()
+    first_cohorts: tuple[CohortMeans, ...] = ()
+    last_cohorts: tuple[CohortMeans, ...] = ()
+    cohorts_ended: int = 0
 
 
 class SavedState(Record):

@@ -101,6 +101,7 @@ STREAMS: dict[str, Stream] = {
             droppable=True,
         ),
         Stream("step_metrics", {"step": "int", "metrics": "json"}),
+        Stream("policy", {"version": "int", "cut_off": "bool", "metrics": "json"}),  # all groups begun at a version
         Stream(
             "weights",
             {

@@ -2,7 +2,7 @@
 
 One thread talks to the client; a slow, absent or failing W&B costs rows of the mirror and one warning, never a step. Works
 whole with WANDB_MODE=offline. Owns no credential: the client finds its own login. Owns no metric either: a key of W&B is a key
-of the step's metrics, named where it is counted (orchestrator/scores.py and recorder.py, the backends).
+of the step's metrics, named where it is counted (orchestrator/cohorts.py and recorder.py, the backends).
 """
 
 from __future__ import annotations

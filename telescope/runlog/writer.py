@@ -40,7 +40,7 @@ STALL_S = 30.0
 WAITING_BYTES = 64 * 2**20
 """Of rows that a disk does not take. It may be full for a moment only, or the process out of descriptors."""
 
-OF_NUMBERS = frozenset({"turns", "tokens", "batches", "step_metrics", "spans", "memory"})
+OF_NUMBERS = frozenset({"turns", "tokens", "batches", "step_metrics", "policy", "spans", "memory"})
 """Streams without a text of anybody's."""
 
 Written = Callable[[], None]

@@ -62,7 +62,10 @@ def made(path: Path, **files: object) -> RunDirectory:
 
 def test_runs_and_the_points_of_sweeps_are_listed_with_state_step_reward_and_reason(tmp_path: Path, capsys):
     made(
-        tmp_path / "a", exit_json={"exit_code": 0}, status_json={"step": 3, "steps": 3}, summary_json={"reward_mean_last": 0.75}
+        tmp_path / "a",
+        exit_json={"exit_code": 0},
+        status_json={"step": 3, "steps": 3},
+        summary_json={"reward_policy_last": 0.75},
     )
     failed = made(tmp_path / "sweep/000", exit_json={"exit_code": 70}, status_json={"step": 1, "steps": 3, "reward": 0.5})
     failed.run_failure.write_text("server-0 was killed by SIGKILL.\n")

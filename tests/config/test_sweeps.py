@@ -33,7 +33,7 @@ def ended(folder: Path, summary: dict[str, object] | None = None, verdict: str =
 
 def test_a_sweep_tells_every_point_and_all_failures_with_their_reasons(tmp_path: Path):
     sweep = Sweep(tmp_path / "s")
-    sweep.ended(["seed=1"], ended(tmp_path / "s/000", {"reward_mean_first": 0.25, "reward_mean_last": 0.5}), 0)
+    sweep.ended(["seed=1"], ended(tmp_path / "s/000", {"reward_policy_first": 0.25, "reward_policy_last": 0.5}), 0)
     sweep.ended(["seed=2"], ended(tmp_path / "s/001", verdict="server-0 was killed by SIGKILL."), 70)
     sweep.ended(["seed=3"], ended(tmp_path / "s/002", {"exit_reason": "the disk is full"}), 1)
     assert [(r.value, r.first, r.failed, r.reason) for r in sweep.results[1:]] == [
@@ -80,7 +80,16 @@ def test_hydra_is_told_whose_defaults_to_take_only_where_it_wants_to_know(versio
 def test_the_objective_is_any_number_of_the_summary(tmp_path: Path):
     sweep = Sweep(tmp_path, "seconds.training")
     assert sweep.ended([], ended(tmp_path / "0", {"seconds": {"training": 12}}), 0).value == 12.0
-    assert sweep.ended([], ended(tmp_path / "1", {"seconds": 3}), 0).value is None
+    none = sweep.ended([], ended(tmp_path / "1", {"seconds": 3}), 0)
+    assert (none.value, none.failed) == (None, True)
+    assert none.reason == "it has no seconds.training: --objective names a number of summary.json"
+
+
+def test_a_point_without_one_scored_group_has_failed_with_a_sentence(tmp_path: Path):
+    sweep = Sweep(tmp_path)
+    none = sweep.ended(["seed=1"], ended(tmp_path / "0", {"reward_policy_last": None, "exit_reason": "all 3 steps"}), 0)
+    assert (none.value, none.failed, none.reason) == (None, True, "it has no reward_policy_last: no group was scored")
+    assert "1 of 1 points failed" in sweep.table()
 
 
 def test_hydras_sweeper_gets_our_launcher_and_its_points_are_judged_as_a_batch(tmp_path: Path):

@@ -157,8 +157,8 @@ MUTANTS = (
     Mutant(
         "record: tokens_per_s is tokens a step",
         where="Recorder.record_step",
-        old="tokens / max(seconds, 1e-9)",
-        new="float(tokens)",
+        old="count / max(seconds, 1e-9)",
+        new="float(count)",
         nearest=("tests/orchestrator/test_recorder.py",),
     ),
     Mutant(

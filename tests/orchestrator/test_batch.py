@@ -16,8 +16,8 @@ from telescope.environments.chat import TokenChat
 from telescope.environments.template import ChatTemplate
 from telescope.flow.commands import TrainOnBatch
 from telescope.orchestrator.batch import BatchUnusable, Recipe, make_batch
+from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
-from telescope.orchestrator.scores import RewardRanges
 from telescope.records import Denominators, Trajectory
 from tests.environments.conftest import Script
 from tests.orchestrator.test_rollout_store import make

@@ -1,21 +1,24 @@
-"""What a run reports: the policy's reward over everything scored, not over the groups that happened to be kept."""
+"""What a run reports: the policy's reward over all groups of a version, not over those that were kept or were short."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+import msgspec
 import orjson
 import pytest
 
+from telescope.algorithms.reinforce_pp import ReinforcePP
 from telescope.algorithms.rloo import RLOO
-from telescope.flow.commands import TrainOnBatch
+from telescope.flow.commands import RecordGroupState, TrainOnBatch
 from telescope.flow.core import Core
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe, make_batch
 from telescope.orchestrator.recorder import Recorder
+from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
-from telescope.orchestrator.scores import RewardRanges
+from telescope.orchestrator.saved_state import SummaryCounters
 from telescope.records import EnvironmentCard
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
@@ -29,15 +32,25 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run")
 
 
-def counts():
-    return Core(FlowSettings(number_of_steps=1, environments=(("countdown", 1.0),))).counts()
+def counts(version: int = 0):
+    made = Core(FlowSettings(number_of_steps=1, environments=(("countdown", 1.0),))).counts()
+    return msgspec.structs.replace(made, version=version)
+
+
+def play(recorder: Recorder, group_id: int, version: int, *states: str, reason: str = "") -> None:
+    """Say that a group came to these states."""
+    for state in ("queued", *states):
+        recorder.record_group(RecordGroupState(group_id, state, reason if state == states[-1] else "", version))
 
 
 async def test_reward_counts_discarded_rollouts_and_trained_reward_does_not(run: RunDirectory):
     log = RunLog(run, "orchestrator")
-    recorder = Recorder(run, log, None, number_of_steps=3)
+    recorder = Recorder(run, log, None, number_of_steps=3, group_size=2)
     store = RolloutStore()
     safe = asyncio.Event()
+    play(recorder, 0, 4, "complete", "kept")
+    play(recorder, 1, 4, "complete", "discarded", reason="zero_advantage")
+    play(recorder, 2, 4, "cancelled", reason="off_policy")
     for rollout_id, group_id, reward in ((0, 0, 1.0), (1, 0, 0.0), (2, 1, 1.0), (3, 1, 1.0)):
         rollout = make(rollout_id, group_id, reward)
         store.add(rollout)
@@ -49,12 +62,15 @@ async def test_reward_counts_discarded_rollouts_and_trained_reward_does_not(run:
         step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(1,), baseline_rollout_ids=((2, 3),)
     )
     recorder.record_batch(make_batch(command, store, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
-    metrics = recorder.record_step(StepReport(step=6, metrics={"loss": 0.25}, timings={"timing_step_active": 0.5}), counts())
+    metrics = recorder.record_step(StepReport(step=6, metrics={"loss": 0.25}, timings={"timing_step_active": 0.5}), counts(5))
     await asyncio.wait_for(safe.wait(), 60)
     log.close()
-    assert metrics["reward/mean"] == 0.75
+    assert metrics["reward/policy"] == 0.75
+    assert [metrics[f"reward/policy/{name}"] for name in ("version", "rollouts", "unfinished")] == [4, 4, 2]
     assert metrics["sample/exact"] == 0.75
-    assert metrics["reward/trained_mean"] == 0.5
+    assert metrics["sample/exact/count"] == 4
+    assert [metrics[f"groups/{name}"] for name in ("begun", "cancelled", "discarded", "discarded/all_zero")] == [3, 1, 1, 0]
+    assert (metrics["reward/trained"], metrics["reward/trained/rollouts"]) == (0.5, 2)
     assert metrics["staleness_mean"] == 0.5
     assert metrics["staleness_max"] == 1.0
     assert metrics["loss"] == 0.25
@@ -64,7 +80,9 @@ async def test_reward_counts_discarded_rollouts_and_trained_reward_does_not(run:
     assert batch["baseline_group_ids"] == [1]
     assert batch["lag_versions"] == [1, 1]  # the oldest token of each is of version 4, trained in step 6
     (step,) = rows(run, "step_metrics")
-    assert step["metrics"]["reward/mean"] == 0.75
+    assert step["metrics"]["reward/policy"] == 0.75
+    (policy,) = rows(run, "policy")
+    assert (policy["version"], policy["cut_off"], policy["metrics"]["reward/policy"]) == (4, False, 0.75)
 
 
 async def test_time_counts_from_when_generation_may_begin(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
@@ -92,7 +110,8 @@ async def test_time_counts_from_when_generation_may_begin(run: RunDirectory, mon
     recorder.write_summary(counts(), {})
     log.close()
     assert [metrics["timing_step_total"] for metrics in steps] == [4.0, 2.0]
-    assert steps[0]["tokens_per_s"] == steps[0]["tokens"] / 4
+    assert steps[0]["tokens_per_s/processed"] == steps[0]["tokens"] / 4
+    assert steps[0]["tokens_per_s/trained"] < steps[0]["tokens_per_s/processed"]
     assert orjson.loads(run.summary_json.read_bytes())["seconds"]["training"] == 6.0
 
 
@@ -129,18 +148,79 @@ async def test_an_update_that_was_left_out_is_alerted_and_counted(run: RunDirect
     assert rows(run, "alerts")[0]["message"] == said
 
 
-async def test_the_summary_compares_the_first_five_steps_with_the_last_five(run: RunDirectory):
-    log = RunLog(run, "orchestrator")
-    recorder = Recorder(run, log, None, number_of_steps=12)
-    recorder.history = [{"reward/mean": step / 10, "sample/exact": step / 20} for step in range(1, 13)]
-    recorder.write_summary(counts(), {"exit_reason": "all 12 steps are trained"})
+def score(recorder: Recorder, version: int, rewards: list[float], *, group_id: int, state: str = "kept") -> None:
+    """A group that began at a version and got these rewards."""
+    play(recorder, group_id, version, "complete", state)
+    for place, reward in enumerate(rewards):
+        recorder.record_rollout(make(group_id * 10 + place, group_id, reward), lambda: None)
+
+
+def summarize(run: RunDirectory, recorder: Recorder, log: RunLog, fields: dict[str, object] | None = None) -> dict[str, object]:
+    recorder.end_cohorts()
+    recorder.write_summary(counts(), fields or {})
     log.close()
-    summary = orjson.loads(run.summary_json.read_bytes())
-    assert summary["steps"] == 12
-    assert summary["reward_mean_first"] == pytest.approx(0.3)
-    assert summary["reward_mean_last"] == pytest.approx(1.0)
-    assert summary["exact_last"] == pytest.approx(0.5)
+    return orjson.loads(run.summary_json.read_bytes())
+
+
+async def test_the_summary_compares_the_first_five_versions_with_the_last_five_by_rollouts(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=12, group_size=2)
+    for version in range(12):
+        score(recorder, version, [version / 10] * 2, group_id=version)
+    score(recorder, 11, [0.0] * 2, group_id=99)
+    summary = summarize(run, recorder, log, {"exit_reason": "all 12 steps are trained"})
+    assert summary["reward_policy_first"] == pytest.approx(0.2)
+    assert summary["reward_policy_last"] == pytest.approx((0.7 + 0.8 + 0.9 + 1.0 + 1.1) * 2 / 12)
+    assert summary["policy_last"]["versions"] == [7, 11]
+    assert summary["policy_last"]["rollouts"] == 12
+    assert summary["exact_last"] == 0.75  # of every rollout that `make` makes
     assert summary["exit_reason"] == "all 12 steps are trained"
+
+
+async def test_a_version_that_the_runs_end_cut_off_counts_only_where_there_is_no_other(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=2, group_size=2)
+    score(recorder, 0, [0.5, 0.5], group_id=0)
+    play(recorder, 1, 1, "cancelled", reason="the run ended")
+    recorder.record_rollout(make(10, 1, 0.0), lambda: None)  # the short one of the two
+    summary = summarize(run, recorder, log)
+    assert (summary["reward_policy_last"], summary["policy_last"]["unfinished"]) == (0.5, 0)
+    assert [(row["version"], row["cut_off"]) for row in rows(run, "policy")] == [(0, False), (1, True)]
+
+
+async def test_a_run_that_is_cut_off_in_its_first_version_says_what_is_missing(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=2, group_size=2)
+    play(recorder, 1, 0, "cancelled", reason="the run ended")
+    recorder.record_rollout(make(10, 1, 0.25), lambda: None)
+    summary = summarize(run, recorder, log)
+    assert (summary["reward_policy_last"], summary["policy_last"]["unfinished"]) == (0.25, 1)
+
+
+async def test_no_version_is_told_before_all_of_its_groups_have_ended(run: RunDirectory):
+    """Short answers come first: a mean of what has finished would be theirs alone."""
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=3, group_size=2)
+    score(recorder, 0, [0.0, 0.0], group_id=0)
+    play(recorder, 1, 0, "generating", "scoring")  # the long one
+    reports = []
+    for step in (1, 2, 3):
+        store = RolloutStore()
+        for rollout_id, reward in ((0, 1.0), (1, 0.0)):
+            store.add(make(rollout_id, 0, reward))
+        command = TrainOnBatch(step=step, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
+        recorder.record_batch(make_batch(command, store, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
+        if step == 3:
+            for state in ("complete", "kept"):
+                recorder.record_group(RecordGroupState(1, state, "", 0))
+            for rollout_id in (10, 11):
+                recorder.record_rollout(make(rollout_id, 1, 1.0), lambda: None)
+        reports.append(recorder.record_step(StepReport(step=step, metrics={}, timings={}), counts(step - 1)))
+        recorder.write_status({})
+        told = orjson.loads(run.status_json.read_bytes())
+        assert (told["reward"], told["reward_rollouts"]) == ((0.5, 4) if step == 3 else (None, None))
+    log.close()
+    assert [report.get("reward/policy") for report in reports] == [None, None, 0.5]
 
 
 async def test_the_status_has_the_latest_alert_that_the_terminal_shall_show(run: RunDirectory):
@@ -155,44 +235,62 @@ async def test_the_status_has_the_latest_alert_that_the_terminal_shall_show(run:
     assert len(rows(run, "alerts")) == 2
 
 
-async def test_the_status_keeps_the_reward_of_the_step_before_where_nothing_was_scored_since(run: RunDirectory):
-    log = RunLog(run, "orchestrator")
-    recorder = Recorder(run, log, None, number_of_steps=3)
-    recorder.write_status({})
-    assert orjson.loads(run.status_json.read_bytes())["reward"] is None
-    recorder.history = [{"reward/mean": 0.5, "sample/exact": 0.25, "tokens_per_s": 7.0}, {"tokens_per_s": 9.0}]
-    recorder.write_status({"queue": 3})
-    log.close()
-    status = orjson.loads(run.status_json.read_bytes())
-    assert (status["step"], status["reward"], status["exact"], status["tokens_per_s"], status["queue"]) == (
-        2,
-        0.5,
-        0.25,
-        9.0,
-        3,
-    )
-
-
 @pytest.mark.parametrize(
-    ("steps", "over", "first", "last"),
-    [(1, 1, None, 0.1), (2, 1, 0.1, 0.2), (3, 1, 0.1, 0.3), (9, 4, 0.25, 0.75), (10, 5, 0.3, 0.8)],
+    ("versions", "first", "last"),
+    [(1, None, 0.1), (2, 0.1, 0.2), (3, 0.1, 0.3), (9, 0.25, 0.75), (10, 0.3, 0.8)],
 )
-async def test_no_step_of_a_short_run_stands_at_both_ends_of_the_summary(run: RunDirectory, steps, over, first, last):
+async def test_no_version_of_a_short_run_stands_at_both_ends_of_the_summary(run: RunDirectory, versions, first, last):
     log = RunLog(run, "orchestrator")
-    recorder = Recorder(run, log, None, number_of_steps=steps)
-    recorder.history = [{"reward/mean": step / 10} for step in range(1, steps + 1)]
-    recorder.write_summary(counts(), {})
-    log.close()
-    summary = orjson.loads(run.summary_json.read_bytes())
-    found = (summary["mean_over_steps"], summary["reward_mean_first"], summary["reward_mean_last"])
-    assert found == (over, first if first is None else pytest.approx(first), pytest.approx(last))
+    recorder = Recorder(run, log, None, number_of_steps=versions, group_size=1)
+    for version in range(versions):
+        score(recorder, version, [(version + 1) / 10], group_id=version)
+    summary = summarize(run, recorder, log)
+    found = (summary["reward_policy_first"], summary["reward_policy_last"])
+    assert found == (first if first is None else pytest.approx(first), pytest.approx(last))
+
+
+async def test_a_checkpoint_goes_on_with_the_versions_that_were_not_told(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=3, group_size=2)
+    score(recorder, 0, [1.0, 0.0], group_id=0)
+    play(recorder, 1, 0, "scoring")
+    recorder.record_rollout(make(10, 1, 1.0), lambda: None)  # played anew after the checkpoint, with the rest of its group
+    saved = msgspec.msgpack.decode(msgspec.msgpack.encode(recorder.make_counters()), type=SummaryCounters)
+    following = Recorder(run, log, None, number_of_steps=3, group_size=2)
+    following.resume(saved, ())
+    score(following, 1, [0.0, 0.0], group_id=5)
+    summary = summarize(run, following, log)
+    assert [(row["version"], row["metrics"]["reward/policy"]) for row in rows(run, "policy")] == [(0, 0.5), (1, 0.0)]
+    assert (summary["reward_policy_first"], summary["reward_policy_last"]) == (0.5, 0.0)
+
+
+async def test_several_environments_are_told_apart(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=1, group_size=1, environments=("countdown", "hard"))
+    score(recorder, 0, [1.0], group_id=0)
+    hard = make(10, 1, 0.5)
+    hard.order = msgspec.structs.replace(hard.order, prompt=msgspec.structs.replace(hard.order.prompt, environment="hard"))
+    play(recorder, 1, 0, "complete", "discarded", reason="zero_advantage")
+    recorder.record_rollout(hard, lambda: None)
+    recorder.record_failure(Rollout(hard.order, "worker-0", 2), "no such key", "grader")
+    store = RolloutStore()
+    store.add(make(0, 0, 1.0))
+    command = TrainOnBatch(step=1, group_ids=(0,), rollout_ids=((0,),), baseline_group_ids=(), baseline_rollout_ids=())
+    recorder.record_batch(make_batch(command, store, Recipe(ReinforcePP(), group_size=1, max_tokens=10), ranks=1))
+    metrics = recorder.record_step(StepReport(step=1, metrics={}, timings={}), counts(1))
+    summary = summarize(run, recorder, log)
+    assert [metrics[f"env/{label}/reward"] for label in ("countdown", "hard")] == [1.0, 0.5]
+    assert [metrics[f"env/{label}/discarded"] for label in ("countdown", "hard")] == [0, 1]
+    assert [metrics[f"env/{label}/failed_pct"] for label in ("countdown", "hard")] == [0, 50]
+    assert metrics["reward/policy"] == 0.75
+    assert summary["policy_last"]["environments"]["hard"]["reward"] == 0.5
 
 
 async def test_a_run_without_a_step_has_no_reward_rather_than_zero(run: RunDirectory):
     log = RunLog(run, "orchestrator")
     Recorder(run, log, None, number_of_steps=3).write_summary(counts(), {})
     log.close()
-    assert orjson.loads(run.summary_json.read_bytes())["reward_mean_last"] is None
+    assert orjson.loads(run.summary_json.read_bytes())["reward_policy_last"] is None
 
 
 async def test_left_out_prompts_and_rewards_out_of_range_stand_in_the_summary(run: RunDirectory):
@@ -202,14 +300,16 @@ async def test_left_out_prompts_and_rewards_out_of_range_stand_in_the_summary(ru
     for _ in range(2):
         recorder.record_environments((EnvironmentCard("gsm8k", {"train": 7456, "eval": 5}, "d", too_long=17),))
     store = RolloutStore()
+    play(recorder, 0, 4, "complete", "kept")
     for rollout_id, reward in ((0, 1.0), (1, 3.0)):
         rollout = make(rollout_id, 0, reward)
         store.add(rollout)
         recorder.record_rollout(rollout, lambda: None)
     command = TrainOnBatch(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
     recorder.record_batch(make_batch(command, store, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
-    metrics = recorder.record_step(StepReport(step=6, metrics={}, timings={}), counts())
-    assert (metrics["reward/mean"], metrics["reward/normalized_mean"], metrics["reward/out_of_range"]) == (2.0, 1.0, 1.0)
+    metrics = recorder.record_step(StepReport(step=6, metrics={}, timings={}), counts(5))
+    found = [metrics[name] for name in ("reward/policy", "reward/policy/normalized", "reward/out_of_range")]
+    assert found == [2.0, 1.0, 1.0]
     recorder.write_summary(counts(), {})
     log.close()
     summary = orjson.loads(run.summary_json.read_bytes())
@@ -241,6 +341,7 @@ async def test_a_scored_rollout_is_written_and_called_safe_once_the_recorder_cat
 async def test_a_checkpoint_counts_rollouts_that_were_put_off(run: RunDirectory):
     log = RunLog(run, "orchestrator")
     recorder = Recorder(run, log, None, number_of_steps=1)
-    recorder.record_rollout(make(7, 0, 1.0), lambda: None)
-    assert recorder.make_counters(frozenset({7})).tallied == (7,)
+    score(recorder, 0, [1.0], group_id=0)
+    (cohort,) = recorder.make_counters().cohorts
+    assert list(cohort.groups[0].scores) == [0]
     log.close()

@@ -16,7 +16,12 @@ from tests.packaging.test_pythons import CHECKOUT
 INSTALL_S, RUN_S = 900, 300
 SEARCH = (
     *("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweeper.direction=maximize"),
-    *("trainer.learning_rate=tag(log, interval(1e-5, 1e-3))", "algorithm=choice(grpo,rloo)", "--objective", "reward_mean_last"),
+    *(
+        "trainer.learning_rate=tag(log, interval(1e-5, 1e-3))",
+        "algorithm=choice(grpo,rloo)",
+        "--objective",
+        "reward_policy_last",
+    ),
 )
 
 

@@ -246,10 +246,12 @@ def write_status(run: Path, name: str) -> int:
     ready(run, name)
     for step in (1, 2, 3):
         partial = run / ".status"
-        partial.write_text(f'{{"state": "running", "step": {step}, "steps": 3, "reward": 0.{step}, "tokens_per_s": 5100}}')
+        partial.write_text(
+            f'{{"state": "running", "step": {step}, "steps": 3, "reward": 0.{step}, "sampled_tokens_per_s": 5100}}'
+        )
         partial.rename(run / "status.json")
         time.sleep(1.2)
-    (run / "summary.json").write_text('{"steps": 3, "reward_mean_last": 0.3, "rollouts": {"trained": 24, "failed": 0}}')
+    (run / "summary.json").write_text('{"steps": 3, "reward_policy_last": 0.3, "rollouts": {"trained": 24, "failed": 0}}')
     return 0
 
 

@@ -15,8 +15,8 @@ from telescope.orchestrator.peers import name_few
 from telescope.runlog.layout import RunDirectory
 
 STATUS = {
-    "state": "running", "step": 12, "steps": 60, "reward": 0.4123, "exact": 0.375, "tokens_per_s": 5130.0, "lag": 1.24,
-    "queue": 14, "in_flight": 96, "eta_s": 65, "doing": "train step 12",
+    "state": "running", "step": 12, "steps": 60, "reward": 0.4123, "reward_rollouts": 96, "exact": 0.375,
+    "sampled_tokens_per_s": 5130.0, "lag": 1.24, "queue": 14, "in_flight": 96, "eta_s": 65, "doing": "train step 12",
 }  # fmt: skip
 
 
@@ -27,7 +27,8 @@ class Terminal(io.StringIO):
 
 def test_the_line_says_everything_in_one_row() -> None:
     assert format_status(STATUS) == (
-        "step 12/60 · reward 0.412 · exact 38% · 5.1k tok/s · lag 1.2 · queue 14 · ETA 1:05 · in flight 96 · train step 12"
+        "step 12/60 · reward 0.412 (n=96) · exact 38% · 5.1k sampled tok/s · lag 1.2 · queue 14 · ETA 1:05 · in flight 96 · "
+        "train step 12"
     )
 
 
@@ -36,7 +37,7 @@ def test_the_line_says_everything_in_one_row() -> None:
     [
         ({}, ""),
         ({"state": "starting", "message": "waiting for server-0"}, "starting · waiting for server-0"),
-        ({"step": 1, "reward": None, "lag": "?", "tokens_per_s": 12}, "step 1 · 12 tok/s"),
+        ({"step": 1, "reward": None, "lag": "?", "sampled_tokens_per_s": 12}, "step 1 · reward – · 12 sampled tok/s"),
     ],
 )
 def test_what_is_not_known_is_left_out(status: dict[str, object], line: str) -> None:
@@ -159,13 +160,13 @@ def test_logs_are_copied_in_whole_lines(tmp_path: Path) -> None:
 def test_the_summary_is_a_small_table() -> None:
     summary = {
         "steps": 60,
-        "reward_mean_first": 0.30123,
+        "reward_policy_first": 0.30123,
         "rollouts": {"trained": 960, "failed": 2},
         "reasons": {},
         "exit_reason": None,
     }
     assert format_summary(summary) == (
-        "  steps              60\n"  # a fact a line, unknown ones left out
-        "  reward mean first  0.3012\n"
-        "  rollouts           trained 960, failed 2"
+        "  steps                60\n"  # a fact a line, unknown ones left out
+        "  reward policy first  0.3012\n"
+        "  rollouts             trained 960, failed 2"
     )

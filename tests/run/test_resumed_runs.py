@@ -32,13 +32,14 @@ TRAINED_ANEW = (
     "entropy",
     "learning_rate",
     "kl_divergence_inference",
-    "reward/mean",
-    "reward/trained_mean",
+    "reward/policy",
+    "reward/policy/rollouts",
+    "reward/trained",
 )
 
 
-def learned(rows: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
-    return {row["step"]: {name: row["metrics"][name] for name in TRAINED_ANEW} for row in rows}
+def learned(rows: list[dict[str, Any]]) -> dict[int, dict[str, float | None]]:
+    return {row["step"]: {name: row["metrics"].get(name) for name in TRAINED_ANEW} for row in rows}
 
 
 def batches(rows: list[dict[str, Any]]) -> dict[int, tuple[Any, ...]]:

@@ -477,7 +477,7 @@ def test_a_sweep_in_slurm_gets_its_table_from_its_list(tmp_path: Path, capsys: p
     assert done.returncode == 0, done.stderr
     ended = RunDirectory(tmp_path / "s" / "000_seed=0")
     ended.exit_json.write_text('{"exit_code": 0}')
-    ended.summary_json.write_text('{"reward_mean_last": 0.75, "exit_reason": "done"}')
+    ended.summary_json.write_text('{"reward_policy_last": 0.75, "exit_reason": "done"}')
     assert runs.main(["list", str(tmp_path / "s")]) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert [line.split()[:3] for line in table[1:3]] == [["0", "0", "0.75"], ["1", "-", "-"]]

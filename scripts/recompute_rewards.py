@@ -1,0 +1,82 @@
+"""Recomputes a run's headline from its rows alone, and says whether summary.json tells the same.
+
+    python scripts/recompute_rewards.py RUN_DIR ...
+
+Shares no code with what wrote the summary: a group belongs to the version in its first row of state `queued`, its scores are
+the `scored` rows of `rollouts`, and a version counts once each of its groups has a row that ends it. Exits 1 where a number
+differs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from fractions import Fraction
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.reader import rows
+
+ENDS = ("complete", "cancelled", "failed")
+AT_EACH_END = 5
+CLOSE = 1e-12
+
+
+def recompute(run: RunDirectory) -> dict[str, float | None]:
+    """`reward_policy_first`, `reward_policy_last` and how many rollouts each is the mean of."""
+    begun: dict[int, int] = {}
+    over: dict[int, str] = {}
+    for row in rows(run, "groups"):
+        if row["state"] == "queued":
+            begun[row["group_id"]] = row["version"]
+        if row["state"] in ENDS:
+            over.setdefault(row["group_id"], row["reason"])
+    rewards: dict[int, list[Fraction]] = defaultdict(list)
+    for row in rows(run, "rollouts"):
+        if row["status"] == "scored":
+            rewards[begun[row["group_id"]]].append(Fraction(row["reward"]))
+    cut_off = {version for group, version in begun.items() if over.get(group, "the run ended") == "the run ended"}
+    whole = sorted(version for version in rewards if version not in cut_off) or sorted(rewards)[:1]
+    each = min(AT_EACH_END, len(whole) // 2)
+    first, last = ([one for version in some for one in rewards[version]] for some in (whole[:each], whole[-max(each, 1) :]))
+    return {
+        "reward_policy_first": float(sum(first) / len(first)) if first else None,
+        "reward_policy_last": float(sum(last) / len(last)) if last else None,
+        "rollouts_first": len(first),
+        "rollouts_last": len(last),
+    }
+
+
+def find_differences(run: RunDirectory) -> list[str]:
+    """A sentence for each number of the summary that the rows contradict."""
+    summary = json.loads(run.summary_json.read_text(encoding="utf-8"))
+    told = {
+        "reward_policy_first": summary["reward_policy_first"],
+        "reward_policy_last": summary["reward_policy_last"],
+        "rollouts_first": summary["policy_first"].get("rollouts", 0),
+        "rollouts_last": summary["policy_last"].get("rollouts", 0),
+    }
+    found = recompute(run)
+    return [
+        f"{run.path}: {name} is {told[name]} in summary.json and {found[name]} by the rows"
+        for name in told
+        if (told[name] is None) != (found[name] is None) or abs((told[name] or 0) - (found[name] or 0)) > CLOSE
+    ]
+
+
+def main() -> int:
+    failed = False
+    for name in sys.argv[1:]:
+        run = RunDirectory(Path(name))
+        differences = find_differences(run)
+        failed = failed or bool(differences)
+        print("\n".join(differences) if differences else f"{name}: the same, {recompute(run)}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
