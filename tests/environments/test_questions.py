@@ -182,7 +182,9 @@ def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(NoRows, match="has no column 'problem'; it has question, answer: set the field's name"):
         Math500(data_dir=str(tmp_path / "train.jsonl"), train_split="train").prompts("train")
     (tmp_path / "train.jsonl").write_text("{no json")
-    with pytest.raises(NoRows, match=r"train\.jsonl can't be read: ArrowInvalid"):
+    with pytest.raises(
+        NoRows, match=r"train\.jsonl can't be read: line 1 is no JSON: Expecting property name .* at character 2"
+    ):
         Math500(data_dir=str(tmp_path), train_split="train").prompts("train")
     import datasets
 
@@ -194,7 +196,7 @@ def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("array.json", b"[1, 2]", r"array\.json can't be read: ValueError: row 0 is not an object of columns: 1"),
+        ("array.json", b"[1, 2]", r"array\.json can't be read: row 0 is not an object of columns: 1"),
         ("mixed.json", b'[{"question": "a", "answer": "1"}, 3]', "row 1 is not an object of columns: 3"),
         ("nothing.json", b"[]", r"nothing\.json has no rows"),
         ("latin.jsonl", b'{"question": "\xe9t\xe9", "answer": "1"}\n', r"latin\.jsonl can't be read: it is not UTF-8"),

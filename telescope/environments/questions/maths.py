@@ -25,7 +25,8 @@ from telescope.environments.graders.maths import (
 from telescope.environments.graders.pool import GraderOverrun, grade
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.lru import LruCache
-from telescope.environments.questions.dataset import DatasetSource, Instruction, Row, get_field, hold_out
+from telescope.environments.questions.dataset import DatasetSource, Instruction, Row, get_text, hold_out
+from telescope.environments.questions.rows import find_place
 from telescope.environments.tools.python_tool import PythonTool
 
 log = logging.getLogger(__name__)
@@ -142,22 +143,24 @@ class MathsQuestions(SingleTurn):
         source = DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
         columns = [self.question_field.partition(".")[0], self.answer_field.partition(".")[0]]
         rows = source.rows(split, columns)
-        prompts = tuple(prompt for row in rows if (prompt := self._prompt(row)) is not None)
-        if len(prompts) < len(rows):
+        made = [self._prompt(row) for row in rows]
+        left_out = [row for row, prompt in zip(rows, made, strict=True) if prompt is None]
+        if left_out:
             log.warning(
-                "%s: %d of %d rows of %s have no question or no answer: left out",
+                "%s: %d of %d rows of %s have no question or no answer: left out, the first: %s",
                 self.dataset,
-                len(rows) - len(prompts),
+                len(left_out),
                 len(rows),
                 split,
+                find_place(left_out[0]),
             )
-        return prompts
+        return tuple(prompt for prompt in made if prompt is not None)
 
     def _prompt(self, row: Row) -> Prompt | None:
-        answer = extract_golden(str(get_field(row, self.answer_field) or ""))
-        asked = get_field(row, self.question_field)
-        if asked is None or not answer:
+        answer = extract_golden(get_text(row, self.answer_field))
+        asked = get_text(row, self.question_field).strip()
+        if not asked or not answer:
             return None
-        question = self.instruction.replace("{question}", str(asked).strip())
+        question = self.instruction.replace("{question}", asked)
         system: tuple[Turn, ...] = ({"role": "system", "content": self.system_prompt},) if self.system_prompt else ()
         return Prompt(turns=(*system, {"role": "user", "content": question}), answer=answer)

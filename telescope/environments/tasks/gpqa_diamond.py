@@ -16,7 +16,8 @@ from pydantic import Field, field_validator
 from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.graders.maths import extract_answer, tidy
 from telescope.environments.hashed_random import HashedRandom
-from telescope.environments.questions.dataset import DatasetSource, Row
+from telescope.environments.questions.dataset import DatasetSource, Row, get_text
+from telescope.environments.questions.rows import NoRows, find_place
 
 LETTERS = "ABCD"
 COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
@@ -72,7 +73,10 @@ class GpqaDiamond(SingleTurn):
         return tuple(self._prompt(row, index) for index, row in enumerate(rows[: self.num_prompts]))
 
     def _prompt(self, row: Row, index: int) -> Prompt:
-        question, *options = (str(row[column]).strip() for column in COLUMNS)
+        texts = {column: get_text(row, column).strip() for column in COLUMNS}
+        if missing := [column for column, text in texts.items() if not text]:
+            raise NoRows(f"{find_place(row)}: column {missing[0]!r} is empty: mend the row or take it out")
+        question, *options = texts.values()
         order = HashedRandom("gpqa", self.seed, index).shuffled(range(4))
         shown = "\n".join(f"{letter}) {options[at]}" for letter, at in zip(LETTERS, order, strict=True))
         content = self.instruction.replace("{options}", shown).replace("{question}", question)
