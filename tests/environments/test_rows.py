@@ -82,7 +82,7 @@ def test_what_stands_in_a_column_that_nobody_asked_for_refuses_no_file(tmp_path:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b'{"question": "q", "answer": {"text": "4"}}', r"rows\.jsonl, line 3: column 'answer' holds an object, \{'text': '4'\}"),
+        (b'{"question": "q", "answer": {"text": "4"}}', r"jsonl, line 3: column 'answer' holds an object, \{'text': '4'\}"),
         (b'{"question": "q", "answer": ["4"]}', r"line 3: column 'answer' holds a list, \['4'\], where a text or a number"),
         (b'{"question": {"q": 1}, "answer": "4"}', r"line 3: column 'question' holds an object"),
         (b'{"question": "q", "answer": "\xe94"}', r"not UTF-8: line 3, column 'answer' holds '.*4': write the file as UTF-8"),

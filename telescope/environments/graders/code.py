@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from telescope.environments.parsers import CodeBlock
+from telescope.environments.parsers import CodeBlock, ThinkTags
 from telescope.environments.sandboxes.base import Ending, FileRefused, Outcome, Sandbox
 
 FLOAT_TOLERANCE = 1e-6
@@ -29,7 +29,8 @@ FLOAT_TOLERANCE = 1e-6
 LONGEST_NUMBER = 40
 _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _BROKEN = (ValueError, SyntaxError, RecursionError, MemoryError)
-_FENCE = "```"
+_FENCES = ("```", "~~~")
+_PYTHON = CodeBlock(("python", "py", "python3", "py3", "ipython", "ipython3"))
 HARNESS = """\
 import json, os, sys
 given = json.loads(sys.stdin.buffer.read())
@@ -153,16 +154,21 @@ def read_tests(value: Any, entry_point: str = "") -> tuple[Test, ...]:
     return tuple(tests)
 
 
-def extract_code(answer: str) -> str:
-    """The last closed Python block behind any thought; an answer without a fence as a whole; `""` where neither is there.
+def extract_code(answer: str, function: str = "") -> str:
+    """The program behind any thought; `""` where there is none.
 
-    Leading spaces stay: a bare function body is an answer where a prefix comes before it.
+    Of closed Python blocks it is the last that defines `function`, else the last; blocks of no language count where no other
+    says Python, the last that is more than values then. An answer without a fence is a program where Python can read all of
+    it. Leading spaces stay: a bare function body is an answer where a prefix comes before it.
     """
-    _, closed, said = answer.rpartition("</think>")
-    if not closed and "<think>" in answer:
+    said = ThinkTags(_Text()).parse(answer)
+    if said is None:
         return ""
-    block = CodeBlock(("python", "py", "python3")).parse(said)
-    return block + "\n" if block is not None else "" if _FENCE in said else said
+    blocks = _PYTHON.find_all(said)
+    if not blocks:
+        return "" if any(fence in said for fence in _FENCES) or not _can_be_read(said) else said
+    defining = [block for block in blocks if function and re.search(rf"\bdef {re.escape(function)}\b", block)]
+    return (defining or [block for block in blocks if not _only_values(block)] or blocks)[-1] + "\n"
 
 
 def prepend(prelude: str, code: str) -> str:
@@ -271,6 +277,36 @@ def _read_test(given: Any, out: Any, function: str) -> Test:
         return StdinTest(_join_text(given), _join_text(out))
     arguments = tuple(map(_read_literal, given.splitlines())) if isinstance(given, str) else tuple(given)
     return CallTest(function, repr(arguments), json.dumps(_read_literal(out) if isinstance(out, str) else out, default=list))
+
+
+class _Text:
+    """All that is there, white space too."""
+
+    def parse(self, completion: str) -> str:
+        return completion
+
+    def well_formed(self, completion: str) -> float:
+        return 1.0
+
+
+def _can_be_read(code: str) -> bool:
+    """Whether Python can read it, as a program or as the body of a function."""
+    for whole in (code, f"def body():\n{code}"):
+        try:
+            ast.parse(whole)
+        except _BROKEN:
+            continue
+        return True
+    return False
+
+
+def _only_values(code: str) -> bool:
+    """Whether a block is what a program printed, such as `6`, and none."""
+    try:
+        body = ast.parse(code).body
+    except _BROKEN:
+        return False
+    return all(isinstance(each, ast.Expr) and not any(isinstance(part, ast.Call) for part in ast.walk(each)) for each in body)
 
 
 def _find_function(test: Mapping[str, Any], entry_point: str) -> str:

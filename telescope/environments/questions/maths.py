@@ -17,6 +17,8 @@ from pydantic import Field
 from telescope.environments.base import Chat, Prompt, Reward, SingleTurn, Turn
 from telescope.environments.graders.maths import (
     AnswerForm,
+    Conventions,
+    PercentReading,
     compare_exactly,
     compare_symbolically,
     extract_answer,
@@ -71,6 +73,10 @@ class MathsQuestions(SingleTurn):
     """A system message before it."""
     answer_form: AnswerForm = "boxed"
     """boxed: only a \\boxed{} answer counts; any: also #### 18, <answer> tags, "the answer is 18", or the last number."""
+    percent: PercentReading = "either"
+    """What 10% is: either, 10 or 0.1 as the right answer has it; hundredths, 0.1 alone; units, 10 alone."""
+    number_tolerance: float = Field(default=0.0, ge=0, le=0.1)
+    """How far a number that is not whole may be off, as a share of the right one; 0: a rounded number is not the exact one."""
     format_reward: float = Field(default=0.0, ge=0, lt=1)
     """Share of the reward that a boxed answer gets, right or wrong; the rest is for being right."""
     grading_limit_s: float = Field(default=5.0, gt=0, le=600)
@@ -117,13 +123,21 @@ class MathsQuestions(SingleTurn):
         return Reward(total, metrics, golden_answers=(prompt.answer,), tags=tags, info={"parsed_answer": given})
 
     async def _is_right(self, wanted: str, given: str) -> bool:
-        known = compare_exactly(wanted, given)
+        known = compare_exactly(wanted, given, self._conventions)
         if known is None:
             known = self._verdicts.peek((wanted, given))
         if known is None:
-            known = bool(await grade(compare_symbolically, wanted, given, limit_s=self.grading_limit_s))
+            known = bool(
+                await grade(
+                    compare_symbolically, wanted, given, self.percent, self.number_tolerance, limit_s=self.grading_limit_s
+                )
+            )
             self._verdicts.put((wanted, given), known)
         return known
+
+    @cached_property
+    def _conventions(self) -> Conventions:
+        return Conventions(self.percent, self.number_tolerance)
 
     @cached_property
     def _verdicts(self) -> LruCache[tuple[str, str], bool]:
