@@ -16,6 +16,7 @@ import math
 import re
 import secrets
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -142,6 +143,9 @@ def read_tests(value: Any, entry_point: str = "") -> tuple[Test, ...]:
         tests: list[Test] = [AssertTest(f"{value}\ncheck({entry_point})\n" if entry_point else value)]
     elif isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
         function = str(value.get("fn_name") or "")
+        counts = len(value["inputs"]), len(value["outputs"])
+        if counts[0] != counts[1]:
+            raise ValueError(f"{counts[0]} inputs and {counts[1]} outputs: each input needs one output")
         tests = [_read_test(given, out, function) for given, out in zip(value["inputs"], value["outputs"], strict=True)]
     elif isinstance(value, Sequence) and all(isinstance(one, str) for one in value):
         tests = [AssertTest(one) for one in value]
@@ -151,7 +155,26 @@ def read_tests(value: Any, entry_point: str = "") -> tuple[Test, ...]:
         raise ValueError(f"tests of the form {type(value).__name__} are not known: {str(value)[:80]}")
     if not tests or any(isinstance(test, AssertTest) and not test.code.strip() for test in tests):
         raise ValueError("there is no test, or an empty one: everything would pass")
+    for number, test in enumerate(tests, 1):
+        _check_test(test, f"test {number}", entry_point)
     return tuple(tests)
+
+
+def check_program(code: str, what: str) -> None:
+    """Raises `ValueError` for what Python can't compile, or UTF-8 can't hold."""
+    try:
+        code.encode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(code, what, "exec", dont_inherit=True)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} holds half a character, which no program can: {error}") from error
+    except _BROKEN as error:
+        line = getattr(error, "lineno", None) or 1
+        shown = (code.splitlines() or [""])[min(line, len(code.splitlines()) or 1) - 1]
+        raise ValueError(
+            f"{what} is no Python, line {line}: {shown.strip()[:80]!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def extract_code(answer: str, function: str = "") -> str:
@@ -307,6 +330,33 @@ def _only_values(code: str) -> bool:
     except _BROKEN:
         return False
     return all(isinstance(each, ast.Expr) and not any(isinstance(part, ast.Call) for part in ast.walk(each)) for each in body)
+
+
+def _check_test(test: Test, what: str, entry_point: str) -> None:
+    """Raises `ValueError` for a test that no program can pass."""
+    if isinstance(test, AssertTest):
+        check_program(test.code, what)
+        if (
+            entry_point
+            and "check" not in test.code.removesuffix(f"check({entry_point})\n")
+            and f"check({entry_point})" in test.code
+        ):
+            raise ValueError(f"{what} calls check({entry_point}), and defines no check: {test.code[:80]!r}")
+        return
+    for text in (test.arguments, test.expected) if isinstance(test, CallTest) else (test.stdin, test.expected):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{what} holds half a character, which no program can read or print: {text[:80]!a}") from error
+    if isinstance(test, CallTest):
+        if not test.function.isidentifier():
+            raise ValueError(f"{what} calls {test.function[:80]!r}, which is no name of a function")
+        try:
+            ast.literal_eval(test.arguments)
+        except _BROKEN as error:
+            raise ValueError(f"{what} has arguments that can't be written as Python: {test.arguments[:80]!r}") from error
+        if not compare_returned(test.expected, test.expected):
+            raise ValueError(f"{what} wants {test.expected[:80]!r}, which equals nothing, not even itself")
 
 
 def _find_function(test: Mapping[str, Any], entry_point: str) -> str:

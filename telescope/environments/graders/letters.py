@@ -74,7 +74,8 @@ class _Patterns:
         # "A cat", "I think": a word, where small letters follow it.
         named += r"(?!(?<=[AI]) (?!(?:is|was|and|or|because|since|as|not)\b)[a-z])"
         self.labelled = re.compile(
-            rf"\b(?i:answers?|(?:correct|right|best|my|final) (?:one|{_NOUN}))\s*(?i:{_LINK}\s*)?(?i:{_SOFTENER},?\s+)?{named}",
+            rf"(?:####|\b)(?i:(?<=####)|answers?|(?:correct|right|best|my|final) (?:one|{_NOUN}))\s*"
+            rf"(?i:{_LINK}\s*)?(?i:{_SOFTENER},?\s+)?{named}",
             re.MULTILINE,
         )
         self.praised = re.compile(

@@ -26,6 +26,10 @@ from telescope.environments.graders.quantities import compare_quantities, parse_
 _PLAIN = re.compile(r"-?[0-9]{1,18}")
 _DATE = re.compile(r"(\d{1,4})([-/.])(\d{1,2})\2(\d{1,4})|(\d{1,2}):(\d{2})(?: ?([ap])\.?m\.?)?", re.IGNORECASE)
 _WORD = re.compile(r"[^\W\d_]+(?:[ '’-][^\W\d_]+)*")
+_UNEQUAL = re.compile(r"(?:\\ne(?![a-zA-Z])|!=|\\not)")
+_UNITED = re.compile(r"\\(?:cup|cap|setminus|mathbb)(?![a-zA-Z])")
+_IN_WORDS = re.compile(r"\s*\$?\\text(?:bf|it|rm)?\{\s*[a-zA-Z]{2,}\s*\}\$?\s*")
+_TURNED = re.compile(r"([^=<>]+)=(\\?[a-zA-Z])")
 _PARTED = re.compile(r"\d+(?: \d+)+")
 _PRODUCT = re.compile(r"[a-df-hj-np-z]{1,3}")  # letters that are often variables; the rest make words
 _NAMED = re.compile(r"(?:option|choice|answer) ", re.IGNORECASE)
@@ -34,7 +38,7 @@ _NAME = (
     r"|\\?[a-zA-Z]+'?(?:_\{?\w{1,8}\}?)?(?:\([^()=]{1,20}\))?"
     r"|\([a-zA-Z, ]{1,20}\)|[-+*/^(). \d]{1,40})"
 )
-_ASSIGNED = re.compile(rf"{_NAME}(?:=|\\in(?![a-zA-Z])|\\approx(?![a-zA-Z]))|\\approx(?![a-zA-Z])|=")
+_ASSIGNED = re.compile(rf"{_NAME} ?(?:=|\\in(?![a-zA-Z])|\\approx(?![a-zA-Z]))|\\approx(?![a-zA-Z])|=")
 _EXPONENT = re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\w.])")
 _STATED = re.compile(r"[<>=]|\\[lg]e(?![a-zA-Z])|\\in(?![a-zA-Z])|\\ne(?![a-zA-Z])")
 _DIGITS = 40  # of numbers that are compared as such
@@ -58,13 +62,20 @@ def compare_exactly(wanted: str, given: str, conventions: Conventions = DEFAULTS
     """Whether both are the same answer, as far as that shows without algebra; None: it does not show."""
     if _PLAIN.fullmatch(wanted) and _PLAIN.fullmatch(given):
         return int(wanted) == int(given)
-    return _Comparison(conventions, lambda one, other: None).compare(tidy(wanted), tidy(given))
+    return _compare_texts(wanted, given, _Comparison(conventions, lambda one, other: None))
 
 
 def compare_symbolically(wanted: str, given: str, percent: PercentReading = "either", tolerance: float = 0.0) -> bool:
     """Whether both are the same, part by part as math-verify sees it. Main thread of a grader process only; without a limit."""
     same = _Comparison(Conventions(percent, tolerance), lambda one, other: _ask_math_verify(one, other, tolerance))
-    return bool(same.compare(tidy(wanted), tidy(given)))
+    return bool(_compare_texts(wanted, given, same))
+
+
+def _compare_texts(wanted: str, given: str, comparison: _Comparison) -> bool | None:
+    one, other = tidy(wanted), tidy(given)
+    if (_IN_WORDS.fullmatch(wanted) or _IN_WORDS.fullmatch(given)) and _WORD.fullmatch(one) and _WORD.fullmatch(other):
+        return squeeze(one) == squeeze(other)
+    return comparison.compare(one, other)
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -97,6 +108,8 @@ class _Comparison:
                 shorter = _drop_names(one, other)
                 if (shorter[0] == one) != (shorter[1] == other) and (shorter[0] == one) == (len(left.items) != 1):
                     return self.compare(*shorter)
+            if any(_UNITED.search(text) for text in (one, other)) and "" in (left.opening, right.opening):
+                return self.leaf(one, other)
             return self._compare_items(_meet(one, left, right), _meet(other, right, left))
         named = _drop_names(left.items[0], right.items[0])
         if named != (one, other):
@@ -136,6 +149,7 @@ def _meet(text: str, own: Items, other: Items) -> Items:
 
 def _drop_names(one: str, other: str) -> tuple[str, str]:
     """Without the `x =` that only one of them has."""
+    one, other = (_TURNED.sub(r"\2=\1", text) if _TURNED.fullmatch(text) else text for text in (one, other))
     names = _ASSIGNED.match(one), _ASSIGNED.match(other)
     if names[0] is not None and names[1] is None and not _STATED.search(other):
         one = _take_value(one, names[0])
@@ -157,8 +171,10 @@ def _compare_words(one: str, other: str) -> bool | None:
             [int(part) if part and part.isdecimal() else (part or "").casefold() for part in d.groups()] for d in dates if d
         ]
         return parts[0] == parts[1]
-    if any(date and date[1] for date in dates):
+    if any(date and ":" not in text for date, text in zip(dates, (other, one), strict=True)):
         return False
+    if _UNEQUAL.match(one) is not None or _UNEQUAL.match(other) is not None:
+        return False if not (_UNEQUAL.match(one) and _UNEQUAL.match(other)) else None
     if any(_PARTED.fullmatch(text) and parse_quantity(by) for text, by in ((one, other), (other, one))):
         return False
     words = [bool(_WORD.fullmatch(text)) and not _PRODUCT.fullmatch(text) for text in (one, other)]

@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 
 _SIGNS = str.maketrans(
-    {
+    {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}  # full width
+    | {
         "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ",
         "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∅": "\\emptyset ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "±": "\\pm ",
         "⁄": "/",
@@ -27,7 +28,7 @@ _SPELLINGS = (
     (re.compile(r"\\!"), ""),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
     (re.compile(r"(?<![\d.])(\d{1,3}(?:\\,\d{3})+)(?!\d)"), lambda match: match[1].replace("\\,", "")),
-    (re.compile(r"\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\\\\$"), " "),
+    (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\\\\$"), " "),
     (re.compile(r"\\(?:varnothing|empty)(?![a-zA-Z])|\\\{\s*\\\}"), r"\\emptyset "),
     (re.compile(r"\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge "),
     (re.compile(r"\\(?:leq|leqslant)(?![a-zA-Z])"), r"\\le "),
@@ -52,7 +53,7 @@ _WRAPPED = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname|emph|bm|boldsymbol)\s*\{([^{}]*)\}"
 )
 _MONEY = re.compile(r"^\s*-?\$(?=\d[^$]*$)")
-_DELIMITERS = re.compile(r"\$|\\[()\[\]]|`")
+_DELIMITERS = re.compile(r"\$|(?<!\\)\\[()\[\]]|`")
 _SPACE = re.compile(r"(?<![\w%.°'’,)}])\s+|\s+(?![\w('°\\])")
 _PARTS_NOTHING = re.compile(r"(?<![\d,]) |(?<!,) (?!\d)")
 _LETTER = re.compile(r"[(\[{]([a-zA-Z])[)\]}]")

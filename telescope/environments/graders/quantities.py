@@ -43,8 +43,9 @@ _BASE_NAMES = "two three four five six seven eight nine ten eleven twelve thirte
 _BASE_WORDS = {word: base for base, word in enumerate(_BASE_NAMES.split(), 2)}
 _FUNCTIONS = """
 pi sin cos tan cot sec csc log ln lg exp sqrt arcsin arccos arctan sinh cosh tanh mod or and to infty inf theta alpha beta
-lambda phi max min
+lambda phi max min is are was were not no isn't aren't impossible wrong
 """
+_SIZES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _NO_UNITS = frozenset(_FUNCTIONS.split())
 _SHORT = """
 m s g h l n j w v k c f t a b cm mm km nm kg mg ml hz pa ev kj mj gj kw mw kn mi ft in yd oz lb lbs hr hrs min sec ms us mol db
@@ -94,6 +95,9 @@ def parse_quantity(tidied: str) -> Quantity | None:
         return None
     value = _read_value(match)
     unit = _read_unit(suffix["unit"], spaced=" " in suffix[0][: len(suffix[0]) - len(suffix["unit"])])
+    size, _, counted = (unit or "").partition(" ")
+    if value is not None and unit and size in _SIZES:
+        value, unit = value * _SIZES[size], counted.removeprefix("of ")
     if value is None or unit is None or (match["sign"] and match["inner_sign"]):
         return None
     if "-" in (match["sign"], match["inner_sign"]):
@@ -181,7 +185,11 @@ def _read_unit(text: str, spaced: bool) -> str | None:
     known = stem in _UNIT_NAMES or stem in _SHORT_UNITS or "°" in stem or stem in "€£¥$"
     if not known and any(len(part) < 2 and not (part in _SHORT_UNITS or spaced) for part in re.split(r"[ /]", stem)):
         return None
-    if stem.split()[0] in _NO_UNITS or (not known and len(stem) < 3) or (len(stem) == 1 and stem.isalpha() and not spaced):
+    if (
+        not _NO_UNITS.isdisjoint(stem.split())
+        or (not known and len(stem) < 3)
+        or (len(stem) == 1 and stem.isalpha() and not spaced)
+    ):
         return None
     short = "/".join(_UNIT_NAMES.get(part.strip(), part.strip()) for part in stem.replace(" per ", "/").split("/"))
     short = short[:-1] if len(short) > 3 and short.endswith("s") and not short.endswith("ss") else short
