@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -24,6 +25,7 @@ from telescope.environments.graders.quantities import PercentReading as PercentR
 from telescope.environments.graders.quantities import compare_quantities, parse_quantity
 
 _PLAIN = re.compile(r"-?[0-9]{1,18}")
+_PLAIN_DECIMAL = re.compile(r"-?(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,6}|[0-9]{1,18})(?:\.[0-9]{1,18})?")
 _DATE = re.compile(r"(\d{1,4})([-/.])(\d{1,2})\2(\d{1,4})|(\d{1,2}):(\d{2})(?: ?([ap])\.?m\.?)?", re.IGNORECASE)
 _WORD = re.compile(r"[^\W\d_]+(?:[ '’-][^\W\d_]+)*")
 _UNEQUAL = re.compile(r"(?:\\ne(?![a-zA-Z])|!=|\\not)")
@@ -62,6 +64,8 @@ def compare_exactly(wanted: str, given: str, conventions: Conventions = DEFAULTS
     """Whether both are the same answer, as far as that shows without algebra; None: it does not show."""
     if _PLAIN.fullmatch(wanted) and _PLAIN.fullmatch(given):
         return int(wanted) == int(given)
+    if conventions.tolerance == 0 and _PLAIN_DECIMAL.fullmatch(wanted) and _PLAIN_DECIMAL.fullmatch(given):
+        return Decimal(wanted.replace(",", "")) == Decimal(given.replace(",", ""))
     return _compare_texts(wanted, given, _Comparison(conventions, lambda one, other: None))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 _SIGNS = str.maketrans(
     {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}  # full width
@@ -79,6 +80,7 @@ class Items:
         return self.opening not in ("", "\\{")
 
 
+@lru_cache(maxsize=4096)  # the samples of a group share the right answer, and often the given one
 def tidy(text: str) -> str:
     r"""The text in one spelling: without dollar signs, \left and \right, \text around words, and spaces that part nothing;
     \dfrac is \frac; a last full stop, and brackets around one letter don't count."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal
 
 PercentReading = Literal["either", "hundredths", "units"]
@@ -80,6 +81,7 @@ class Quantity:
     """As written, where it has a base."""
 
 
+@lru_cache(maxsize=4096)
 def parse_quantity(tidied: str) -> Quantity | None:
     """The number that the whole text is, with what belongs to it; None for anything else."""
     if not tidied or len(tidied) > _MAX_CHARACTERS:
