@@ -23,6 +23,7 @@ import numpy as np
 
 from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.failures import ContextFull, InfrastructureError
+from telescope.environments.parsers import Answer, find_opened
 from telescope.environments.template import ChatTemplate, TemplateError, Tokenizer
 from telescope.environments.validate import find_message_mistake
 from telescope.records import FinishReason, Trajectory
@@ -228,7 +229,8 @@ class TokenDialogue:
         return "".join(self._transcript)
 
     async def say(self, *turns: Turn, tools: Sequence[ToolSchema] = (), max_tokens: int | None = None) -> str:
-        """Append turns, let the policy answer, and return its text without the end-of-sequence token.
+        """Append turns, let the policy answer, and return its text without the end-of-sequence token (a `parsers.Answer`, which
+        knows whether the prompt ended in an opened thought).
 
         See `Dialogue.say`. Raises `ContextFull` where the dialogue has grown too long, `ChatError` where the opening is too
         long or the completion is unusable, and whatever the sampler raises; the dialogue is then as it was.
@@ -346,7 +348,7 @@ class TokenDialogue:
         self._transcript += [question.told, answer]
         self._finish_reason = sampled.finish_reason
         self._last = (sum(len(run) for run, _ in branch.runs[:-1]), len(sampled.ids))
-        return answer
+        return Answer(answer, find_opened(question.text))
 
 
 class TokenChat(TokenDialogue):

@@ -13,8 +13,25 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_.-]*$")
-_LATEX = re.compile(r"\\boxed[ \t\n]{0,8}\{|\\.|[{}]", re.DOTALL)
-_FENCE = re.compile(r"^[ ]{0,3}(`{3,64})([^`\n]{0,100})$", re.MULTILINE)
+_LATEX = re.compile(r"\\{1,3}(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{0,8}([-+]?[0-9][0-9.,/]*|[A-Z](?!\w)))|\\.|[{}]", re.DOTALL)
+_OPENED = re.compile(r"<(think|thinking|reasoning|thought)>\s*$")
+_FENCE = re.compile(r"^([ ]{0,3})(`{3,64}|~{3,64})([^`\n]{0,200})$", re.MULTILINE)
+_LANGUAGE = re.compile(r"[ \t]*(?:\{[ ]*\.?)?([A-Za-z][\w+#-]*)")
+
+
+class Answer(str):
+    """What the policy said, and the tag of the thought that its prompt had opened before it, "" for none.
+
+    A template may write `<think>` itself: the text alone doesn't show whether it ever leaves that thought.
+    """
+
+    __slots__ = ("opened_by",)
+    opened_by: str
+
+    def __new__(cls, text: str, opened_by: str = "") -> Answer:
+        answer = super().__new__(cls, text)
+        answer.opened_by = opened_by
+        return answer
 
 
 class AnswerParser(Protocol):
@@ -25,6 +42,12 @@ class AnswerParser(Protocol):
     def well_formed(self, completion: str) -> float:
         """1.0 where the answer has exactly the asked form, else 0.0."""
         ...
+
+
+def find_opened(prompt: str) -> str:
+    """The tag of the thought that a prompt ends in, such as `think`; "" for none."""
+    match = _OPENED.search(prompt[-64:])
+    return match[1] if match else ""
 
 
 @dataclass(frozen=True)
@@ -54,9 +77,10 @@ class ThinkTags:
         _check_names((self.tag,))
 
     def parse(self, completion: str) -> str | None:
-        """From behind the last closing tag; None where a thought was begun and never ended."""
+        """From behind the last closing tag; None where a thought was begun, by the answer or by its prompt, and never ended."""
         _, closed, rest = completion.rpartition(f"</{self.tag}>")
-        if not closed and (self.opened or f"<{self.tag}>" in completion):
+        opened = self.opened or (isinstance(completion, Answer) and completion.opened_by == self.tag)
+        if (not closed and opened) or f"<{self.tag}>" in rest:
             return None
         return self.inner.parse(rest)
 
@@ -77,11 +101,12 @@ class ThinkTags:
 
 @dataclass(frozen=True)
 class Boxed:
-    r"""The last `\boxed{…}` whose braces are balanced, e.g. `\frac{1}{2}` of `so \boxed{\frac{1}{2}}`."""
+    r"""The last `\boxed{…}` whose braces are balanced, e.g. `\frac{1}{2}` of `so \boxed{\frac{1}{2}}`; an empty one
+    counts where there is no other. `\fbox{7}`, `\boxed 7` and a doubled backslash are boxes too."""
 
     def parse(self, completion: str) -> str | None:
-        boxes = _find_boxes(completion)
-        return completion[slice(*max(boxes))].strip() if boxes else None
+        boxes = sorted(_find_boxes(completion), reverse=True)
+        return next(filter(None, (completion[slice(*box)].strip() for box in boxes)), "") if boxes else None
 
     def well_formed(self, completion: str) -> float:
         """Exactly one box, and something in it."""
@@ -116,35 +141,39 @@ class AnswerTags:
 
 @dataclass(frozen=True)
 class CodeBlock:
-    """The last fenced block of Markdown, of the given languages if any are named (a block without a language is of any)."""
+    """The last fenced block of Markdown; of the given languages, if any are named and a block says one of them. What stands
+    behind a block's language (`python title="a.py"`) doesn't count."""
 
     languages: tuple[str, ...] = ()
 
     def parse(self, completion: str) -> str | None:
-        blocks = self._blocks(completion)
+        blocks = self.find_all(completion)
         return blocks[-1] if blocks else None
 
     def well_formed(self, completion: str) -> float:
         """Exactly one block, and something in it."""
-        blocks = self._blocks(completion)
+        blocks = self.find_all(completion)
         return float(len(blocks) == 1 and bool(blocks[0].strip()))
 
     def wrap(self, text: str) -> str:
         fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
         return f"{fence}{self.languages[0] if self.languages else ''}\n{text}\n{fence}"
 
-    def _blocks(self, completion: str) -> list[str]:
-        """Blocks that are closed, their white space kept."""
-        found, opened = [], None
+    def find_all(self, completion: str) -> list[str]:
+        """Blocks that are closed, their white space kept; those without a language where no block has one of `languages`."""
+        found: list[tuple[bool, str]] = []
+        opened = None
         for fence in _FENCE.finditer(completion):
             if opened is None:
                 opened = fence
-            elif len(fence[1]) >= len(opened[1]) and not fence[2].strip():
-                language = opened[2].strip().lower()
-                if not (self.languages and language) or language in self.languages:
-                    found.append(completion[opened.end() + 1 : max(fence.start() - 1, opened.end() + 1)])
+            elif fence[2][0] == opened[2][0] and len(fence[2]) >= len(opened[2]) and not fence[3].strip():
+                language = _LANGUAGE.match(opened[3])
+                if language is None or not self.languages or language[1].lower() in self.languages:
+                    inside = completion[opened.end() + 1 : max(fence.start() - 1, opened.end() + 1)]
+                    found.append((language is not None, _take_indent(inside, len(opened[1]))))
                 opened = None
-        return found
+        named = [inside for has_language, inside in found if has_language] if self.languages else []
+        return named or [inside for _, inside in found]
 
 
 @dataclass(frozen=True)
@@ -180,6 +209,11 @@ class XMLFields:
         return "\n".join(f"<{name}>\n{fields[name]}\n</{name}>" for name in self.names)
 
 
+def _take_indent(text: str, width: int) -> str:
+    """Without up to `width` spaces before each line, as far as the fence itself stands from the margin."""
+    return re.sub(rf"^ {{1,{width}}}", "", text, flags=re.MULTILINE) if width else text
+
+
 def _find_between(text: str, opening: str, closing: str) -> str | None:
     """Between the last closing mark that has an opening one before it, and that."""
     before, closed, _ = text.rpartition(closing)
@@ -198,8 +232,10 @@ def _find_boxes(text: str) -> list[tuple[int, int]]:
             start = open_braces.pop() if open_braces else -1
             if start >= 0:
                 boxes.append((start, mark.start()))
-        elif mark[0].startswith("\\boxed"):
+        elif "box" in mark[0] and mark[1] is None:
             open_braces.append(mark.end())
+        elif mark[1] is not None:
+            boxes.append((mark.start(1), mark.start(1) + len(mark[1].rstrip(".,"))))
     return boxes
 
 

@@ -182,7 +182,9 @@ def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(NoRows, match="has no column 'problem'; it has question, answer: set the field's name"):
         Math500(data_dir=str(tmp_path / "train.jsonl"), train_split="train").prompts("train")
     (tmp_path / "train.jsonl").write_text("{no json")
-    with pytest.raises(NoRows, match=r"train\.jsonl can't be read: ArrowInvalid"):
+    with pytest.raises(
+        NoRows, match=r"train\.jsonl can't be read: line 1 is no JSON: Expecting property name .* at character 2"
+    ):
         Math500(data_dir=str(tmp_path), train_split="train").prompts("train")
     import datasets
 
@@ -194,7 +196,7 @@ def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("array.json", b"[1, 2]", r"array\.json can't be read: ValueError: row 0 is not an object of columns: 1"),
+        ("array.json", b"[1, 2]", r"array\.json can't be read: row 0 is not an object of columns: 1"),
         ("mixed.json", b'[{"question": "a", "answer": "1"}, 3]', "row 1 is not an object of columns: 3"),
         ("nothing.json", b"[]", r"nothing\.json has no rows"),
         ("latin.jsonl", b'{"question": "\xe9t\xe9", "answer": "1"}\n', r"latin\.jsonl can't be read: it is not UTF-8"),
@@ -282,14 +284,14 @@ async def is_same(wanted: str, given: str) -> bool:
         ("18", r"\$18", True),
         (r"\frac{1}{2}", r"\dfrac12", True),
         ("3/4", "0.75", True),
-        ("10", r"10\%", None),
+        ("10", r"10\%", True),
         (r"\text{Evelyn}", "evelyn", True),
         ("B", r"\text{(B)}", True),
         ("70", "71", False),
-        ("1/3", "0.3333333", None),
+        ("1/3", "0.3333333", False),
         ("1/3", "0.33", False),
         ("-5", "5", False),
-        ("(1,2)", "(2,1)", None),
+        ("(1,2)", "(2,1)", False),
         ("", "", False),
     ],
 )

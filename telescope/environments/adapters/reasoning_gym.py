@@ -83,7 +83,8 @@ class ReasoningGym(SingleTurn):
     def _prompt(self, seed: int) -> Prompt:
         made = make_problem(self.task, self._config, seed)
         content = self.instruction.replace("{question}", str(made["question"]))
-        return Prompt(({"role": "user", "content": content},), answer=str(made["answer"] or ""), facts={"seed": seed})
+        answer = "" if made["answer"] is None else str(made["answer"])
+        return Prompt(({"role": "user", "content": content},), answer=answer, facts={"seed": seed})
 
 
 def score(task: str, config: str, seed: int, answer: str) -> float:

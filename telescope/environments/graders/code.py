@@ -16,12 +16,13 @@ import math
 import re
 import secrets
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from telescope.environments.parsers import CodeBlock
+from telescope.environments.parsers import CodeBlock, ThinkTags
 from telescope.environments.sandboxes.base import Ending, FileRefused, Outcome, Sandbox
 
 FLOAT_TOLERANCE = 1e-6
@@ -29,7 +30,8 @@ FLOAT_TOLERANCE = 1e-6
 LONGEST_NUMBER = 40
 _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _BROKEN = (ValueError, SyntaxError, RecursionError, MemoryError)
-_FENCE = "```"
+_FENCES = ("```", "~~~")
+_PYTHON = CodeBlock(("python", "py", "python3", "py3", "ipython", "ipython3"))
 HARNESS = """\
 import json, os, sys
 given = json.loads(sys.stdin.buffer.read())
@@ -141,6 +143,9 @@ def read_tests(value: Any, entry_point: str = "") -> tuple[Test, ...]:
         tests: list[Test] = [AssertTest(f"{value}\ncheck({entry_point})\n" if entry_point else value)]
     elif isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
         function = str(value.get("fn_name") or "")
+        counts = len(value["inputs"]), len(value["outputs"])
+        if counts[0] != counts[1]:
+            raise ValueError(f"{counts[0]} inputs and {counts[1]} outputs: each input needs one output")
         tests = [_read_test(given, out, function) for given, out in zip(value["inputs"], value["outputs"], strict=True)]
     elif isinstance(value, Sequence) and all(isinstance(one, str) for one in value):
         tests = [AssertTest(one) for one in value]
@@ -150,19 +155,43 @@ def read_tests(value: Any, entry_point: str = "") -> tuple[Test, ...]:
         raise ValueError(f"tests of the form {type(value).__name__} are not known: {str(value)[:80]}")
     if not tests or any(isinstance(test, AssertTest) and not test.code.strip() for test in tests):
         raise ValueError("there is no test, or an empty one: everything would pass")
+    for number, test in enumerate(tests, 1):
+        _check_test(test, f"test {number}", entry_point)
     return tuple(tests)
 
 
-def extract_code(answer: str) -> str:
-    """The last closed Python block behind any thought; an answer without a fence as a whole; `""` where neither is there.
+def check_program(code: str, what: str) -> None:
+    """Raises `ValueError` for what Python can't compile, or UTF-8 can't hold."""
+    try:
+        code.encode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(code, what, "exec", dont_inherit=True)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} holds half a character, which no program can: {error}") from error
+    except _BROKEN as error:
+        line = getattr(error, "lineno", None) or 1
+        shown = (code.splitlines() or [""])[min(line, len(code.splitlines()) or 1) - 1]
+        raise ValueError(
+            f"{what} is no Python, line {line}: {shown.strip()[:80]!r}: {type(error).__name__}: {error}"
+        ) from error
 
-    Leading spaces stay: a bare function body is an answer where a prefix comes before it.
+
+def extract_code(answer: str, function: str = "") -> str:
+    """The program behind any thought; `""` where there is none.
+
+    Of closed Python blocks it is the last that defines `function`, else the last; blocks of no language count where no other
+    says Python, the last that is more than values then. An answer without a fence is a program where Python can read all of
+    it. Leading spaces stay: a bare function body is an answer where a prefix comes before it.
     """
-    _, closed, said = answer.rpartition("</think>")
-    if not closed and "<think>" in answer:
+    said = ThinkTags(_Text()).parse(answer)
+    if said is None:
         return ""
-    block = CodeBlock(("python", "py", "python3")).parse(said)
-    return block + "\n" if block is not None else "" if _FENCE in said else said
+    blocks = _PYTHON.find_all(said)
+    if not blocks:
+        return "" if any(fence in said for fence in _FENCES) or not _can_be_read(said) else said
+    defining = [block for block in blocks if function and re.search(rf"\bdef {re.escape(function)}\b", block)]
+    return (defining or [block for block in blocks if not _only_values(block)] or blocks)[-1] + "\n"
 
 
 def prepend(prelude: str, code: str) -> str:
@@ -271,6 +300,63 @@ def _read_test(given: Any, out: Any, function: str) -> Test:
         return StdinTest(_join_text(given), _join_text(out))
     arguments = tuple(map(_read_literal, given.splitlines())) if isinstance(given, str) else tuple(given)
     return CallTest(function, repr(arguments), json.dumps(_read_literal(out) if isinstance(out, str) else out, default=list))
+
+
+class _Text:
+    """All that is there, white space too."""
+
+    def parse(self, completion: str) -> str:
+        return completion
+
+    def well_formed(self, completion: str) -> float:
+        return 1.0
+
+
+def _can_be_read(code: str) -> bool:
+    """Whether Python can read it, as a program or as the body of a function."""
+    for whole in (code, f"def body():\n{code}"):
+        try:
+            ast.parse(whole)
+        except _BROKEN:
+            continue
+        return True
+    return False
+
+
+def _only_values(code: str) -> bool:
+    """Whether a block is what a program printed, such as `6`, and none."""
+    try:
+        body = ast.parse(code).body
+    except _BROKEN:
+        return False
+    return all(isinstance(each, ast.Expr) and not any(isinstance(part, ast.Call) for part in ast.walk(each)) for each in body)
+
+
+def _check_test(test: Test, what: str, entry_point: str) -> None:
+    """Raises `ValueError` for a test that no program can pass."""
+    if isinstance(test, AssertTest):
+        check_program(test.code, what)
+        if (
+            entry_point
+            and "check" not in test.code.removesuffix(f"check({entry_point})\n")
+            and f"check({entry_point})" in test.code
+        ):
+            raise ValueError(f"{what} calls check({entry_point}), and defines no check: {test.code[:80]!r}")
+        return
+    for text in (test.arguments, test.expected) if isinstance(test, CallTest) else (test.stdin, test.expected):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{what} holds half a character, which no program can read or print: {text[:80]!a}") from error
+    if isinstance(test, CallTest):
+        if not test.function.isidentifier():
+            raise ValueError(f"{what} calls {test.function[:80]!r}, which is no name of a function")
+        try:
+            ast.literal_eval(test.arguments)
+        except _BROKEN as error:
+            raise ValueError(f"{what} has arguments that can't be written as Python: {test.arguments[:80]!r}") from error
+        if not compare_returned(test.expected, test.expected):
+            raise ValueError(f"{what} wants {test.expected[:80]!r}, which equals nothing, not even itself")
 
 
 def _find_function(test: Mapping[str, Any], entry_point: str) -> str:

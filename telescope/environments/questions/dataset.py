@@ -1,6 +1,6 @@
 """What environments made of a published data set share: its rows, and the text around a question.
 
-Rows come from a local copy by pyarrow, else from the Hugging Face hub by `datasets`. A local copy is a folder as the hub has it
+Rows come from a local copy (rows.py), else from the Hugging Face hub by `datasets`. A local copy is a folder as the hub has it
 (`hf download --repo-type dataset …`), a folder that `save_to_disk` wrote, or one file; Parquet, JSON lines, JSON arrays, CSV
 and Arrow streams are read. Refuses to know what a row means, and to run a data set's own code.
 """
@@ -11,25 +11,29 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator
 
 from telescope.config.models import hub_errors
 from telescope.environments.hashed_random import HashedRandom
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
+from telescope.environments.questions.rows import (
+    NoRows as NoRows,
+)
+from telescope.environments.questions.rows import (
+    PlacedRow,
+    check_columns,
+    find_place,
+    read_json,
+    read_table,
+    show,
+    write_text,
+)
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
 _SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".arrow")
 _SPLIT_WORDS = ("train", "test", "validation", "dev", "eval")
-
-
-class NoRows(ValueError):
-    """The data set cannot be had; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,28 @@ def get_field(row: Row, path: str) -> Any:
         if not isinstance(value, Mapping) or part not in value:
             have = f"has {', '.join(map(str, value))}" if isinstance(value, Mapping) else f"is {type(value).__name__}"
             raise NoRows(
-                f"a row has nothing at {path!r}: what should hold {part!r} {have}: set the field's name to what is there"
+                f"{find_place(row)}: a row has nothing at {path!r}: what should hold {part!r} {have} ({show(value)}): set the "
+                "field's name to what is there"
             )
         value = value[part]
     if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
         return value[-1]["content"]
     return value
+
+
+def get_text(row: Row, path: str) -> str:
+    """The value at a dotted path as the file wrote it, "" for null; a list of numbers as JSON.
+
+    Raises `NoRows` for what is no text: an object, or a list of anything else.
+    """
+    value = get_field(row, path)
+    if isinstance(value, Mapping) or (isinstance(value, list) and not all(isinstance(one, int | float) for one in value)):
+        kind = "an object" if isinstance(value, Mapping) else "a list"
+        raise NoRows(
+            f"{find_place(row)}: column {path!r} holds {kind}, {show(value)}, where a text or a number is wanted: set the "
+            f"field's name to a text within it ({path}.…), or make the column a text"
+        )
+    return write_text(value)
 
 
 def _read_hub(source: DatasetSource, split: str, columns: Sequence[str]) -> list[Row]:
@@ -89,8 +109,10 @@ def _read_hub(source: DatasetSource, split: str, columns: Sequence[str]) -> list
                 f"network, fetch it elsewhere (hf download --repo-type dataset {source.dataset} --local-dir FOLDER) and set "
                 "data_dir=FOLDER; for a data set that asks for consent, give it on its page and set HF_TOKEN"
             ) from error
-        wanted = _check_columns(table.column_names, columns, f"dataset={source.dataset!r}")
-        rows += table.select_columns(wanted).to_list()
+        check_columns(table.column_names, columns, f"dataset={source.dataset!r}")
+        found = table.select_columns(list(dict.fromkeys(columns))).to_list()
+        place = f"{source.dataset}{f' ({subset})' if subset else ''}, split {split}"
+        rows += [PlacedRow(row, f"{place}, row {at}") for at, row in enumerate(found, 1)]
     return rows
 
 
@@ -102,14 +124,7 @@ def _read_folder(place: Path, subsets: Sequence[str], split: str, columns: Seque
         raise NoRows(f"data_dir={str(place)!r} holds no file of {', '.join(_SUFFIXES)}")
     rows: list[Row] = []
     for file in _select_subsets(_select_split(files, place, split), files, place, subsets):
-        table = _read_file(file, columns)
-        if not table.column_names:
-            raise NoRows(f"{file} has no rows")
-        chosen = table.select(_check_columns(table.column_names, columns, f"{file}"))
-        try:
-            rows += chosen.to_pylist()
-        except UnicodeDecodeError as error:
-            raise NoRows(f"{file} can't be read: it is not UTF-8: {error}") from error
+        rows += _read_file(file, columns)
     return rows
 
 
@@ -163,45 +178,16 @@ def _split_words(file: Path, place: Path) -> set[str]:
     return {*parts, *(word for part in parts for word in re.split(r"[-.]", part)), *re.split(r"[-._]", parts[-1])}
 
 
-def _read_file(file: Path, columns: Sequence[str]) -> pa.Table:
+def _read_file(file: Path, columns: Sequence[str]) -> list[PlacedRow]:
     """Raises `NoRows` for what is not of the kind its name says."""
     import pyarrow as pa
-    from pyarrow import csv, ipc, json, parquet
 
     try:
-        if file.name.endswith(".parquet"):
-            return parquet.read_table(file)
-        if file.name.endswith(".csv"):
-            as_written = csv.ConvertOptions(column_types={column: pa.string() for column in columns})
-            return csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=as_written)
-        if file.name.endswith(".arrow"):
-            with pa.memory_map(str(file)) as mapped:
-                return ipc.open_stream(mapped).read_all()
-        if file.name.endswith(".json") and (array := _json_array(file)) is not None:
-            return pa.Table.from_pylist(array)
-        return json.read_json(file, read_options=json.ReadOptions(block_size=1 << 26))
-    except (pa.ArrowException, OSError, ValueError) as error:
+        return (read_json if file.name.endswith((".json", ".jsonl", ".jsonl.gz")) else read_table)(file, columns)
+    except NoRows:
+        raise
+    except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         raise NoRows(f"{file} can't be read: {_first_line(error)}") from error
-
-
-def _json_array(file: Path) -> list[Any] | None:
-    import orjson
-
-    content = file.read_bytes()
-    if not content.lstrip().startswith(b"["):
-        return None
-    array: list[Any] = orjson.loads(content)
-    for at, row in enumerate(array):
-        if not isinstance(row, dict):
-            raise ValueError(f"row {at} is not an object of columns: {str(row)[:80]}")
-    return array
-
-
-def _check_columns(have: Sequence[str], columns: Sequence[str], place: str) -> list[str]:
-    missing = [column for column in columns if column not in have]
-    if missing:
-        raise NoRows(f"{place} has no column {missing[0]!r}; it has {', '.join(have)}: set the field's name to one of these")
-    return list(dict.fromkeys(columns))
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,6 +17,8 @@ from pydantic import Field
 from telescope.environments.base import Chat, Prompt, Reward, SingleTurn, Turn
 from telescope.environments.graders.maths import (
     AnswerForm,
+    Conventions,
+    PercentReading,
     compare_exactly,
     compare_symbolically,
     extract_answer,
@@ -25,7 +27,8 @@ from telescope.environments.graders.maths import (
 from telescope.environments.graders.pool import GraderOverrun, grade
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.lru import LruCache
-from telescope.environments.questions.dataset import DatasetSource, Instruction, Row, get_field, hold_out
+from telescope.environments.questions.dataset import DatasetSource, Instruction, Row, get_text, hold_out
+from telescope.environments.questions.rows import find_place
 from telescope.environments.tools.python_tool import PythonTool
 
 log = logging.getLogger(__name__)
@@ -70,6 +73,10 @@ class MathsQuestions(SingleTurn):
     """A system message before it."""
     answer_form: AnswerForm = "boxed"
     """boxed: only a \\boxed{} answer counts; any: also #### 18, <answer> tags, "the answer is 18", or the last number."""
+    percent: PercentReading = "either"
+    """What 10% is: either, 10 or 0.1 as the right answer has it; hundredths, 0.1 alone; units, 10 alone."""
+    number_tolerance: float = Field(default=0.0, ge=0, le=0.1)
+    """How far a number that is not whole may be off, as a share of the right one; 0: a rounded number is not the exact one."""
     format_reward: float = Field(default=0.0, ge=0, lt=1)
     """Share of the reward that a boxed answer gets, right or wrong; the rest is for being right."""
     grading_limit_s: float = Field(default=5.0, gt=0, le=600)
@@ -116,13 +123,21 @@ class MathsQuestions(SingleTurn):
         return Reward(total, metrics, golden_answers=(prompt.answer,), tags=tags, info={"parsed_answer": given})
 
     async def _is_right(self, wanted: str, given: str) -> bool:
-        known = compare_exactly(wanted, given)
+        known = compare_exactly(wanted, given, self._conventions)
         if known is None:
             known = self._verdicts.peek((wanted, given))
         if known is None:
-            known = bool(await grade(compare_symbolically, wanted, given, limit_s=self.grading_limit_s))
+            known = bool(
+                await grade(
+                    compare_symbolically, wanted, given, self.percent, self.number_tolerance, limit_s=self.grading_limit_s
+                )
+            )
             self._verdicts.put((wanted, given), known)
         return known
+
+    @cached_property
+    def _conventions(self) -> Conventions:
+        return Conventions(self.percent, self.number_tolerance)
 
     @cached_property
     def _verdicts(self) -> LruCache[tuple[str, str], bool]:
@@ -142,22 +157,24 @@ class MathsQuestions(SingleTurn):
         source = DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
         columns = [self.question_field.partition(".")[0], self.answer_field.partition(".")[0]]
         rows = source.rows(split, columns)
-        prompts = tuple(prompt for row in rows if (prompt := self._prompt(row)) is not None)
-        if len(prompts) < len(rows):
+        made = [self._prompt(row) for row in rows]
+        left_out = [row for row, prompt in zip(rows, made, strict=True) if prompt is None]
+        if left_out:
             log.warning(
-                "%s: %d of %d rows of %s have no question or no answer: left out",
+                "%s: %d of %d rows of %s have no question or no answer: left out, the first: %s",
                 self.dataset,
-                len(rows) - len(prompts),
+                len(left_out),
                 len(rows),
                 split,
+                find_place(left_out[0]),
             )
-        return prompts
+        return tuple(prompt for prompt in made if prompt is not None)
 
     def _prompt(self, row: Row) -> Prompt | None:
-        answer = extract_golden(str(get_field(row, self.answer_field) or ""))
-        asked = get_field(row, self.question_field)
-        if asked is None or not answer:
+        answer = extract_golden(get_text(row, self.answer_field))
+        asked = get_text(row, self.question_field).strip()
+        if not asked or not answer:
             return None
-        question = self.instruction.replace("{question}", str(asked).strip())
+        question = self.instruction.replace("{question}", asked)
         system: tuple[Turn, ...] = ({"role": "system", "content": self.system_prompt},) if self.system_prompt else ()
         return Prompt(turns=(*system, {"role": "user", "content": question}), answer=answer)

@@ -17,6 +17,7 @@ from telescope.environments.graders.code import (
     CallTest,
     CodeResult,
     Test,
+    check_program,
     extract_code,
     prepend,
     read_tests,
@@ -24,6 +25,7 @@ from telescope.environments.graders.code import (
 )
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.questions.dataset import DatasetSource, Instruction, NoRows, Row, hold_out
+from telescope.environments.questions.rows import find_place, write_text
 from telescope.environments.sandboxes.base import SandboxError
 from telescope.environments.sandboxes.pool import Pool, SandboxSettings
 
@@ -110,7 +112,8 @@ class CodeGeneration(SingleTurn):
         return self._splits[split]
 
     async def reward(self, prompt: Prompt, answer: str) -> Reward:
-        code = extract_code(answer)
+        tests = self._read_tests(prompt.facts["tests"], prompt.facts["setup"], prompt.facts["entry_point"])
+        code = extract_code(answer, next((test.function for test in tests if isinstance(test, CallTest)), ""))
         if not code.strip():
             return Reward(0.0, {"all_passed": 0.0, "tests_passed": 0.0, "has_code": 0.0}, tags=("no_code",))
         if self._pool is None:
@@ -119,7 +122,7 @@ class CodeGeneration(SingleTurn):
             verdict = await run_tests(
                 guest,
                 prepend(self.prelude, prompt.facts["prefix"] + code),
-                self._read_tests(prompt.facts["tests"], prompt.facts["setup"], prompt.facts["entry_point"]),
+                tests,
                 test_s=self.test_s,
                 total_s=self.total_s,
                 stop_at_failure=self.score == "all",
@@ -155,7 +158,9 @@ class CodeGeneration(SingleTurn):
                 made.append(self._prompt(row))
             except (ValueError, TypeError, LookupError) as error:
                 shown = ", ".join(f"{name}={str(value)[:40]!r}" for name, value in row.items())
-                left_out.append(f"row {at} of {self.dataset} ({shown}) is none that can be tested: {error!r}")
+                left_out.append(
+                    f"row {at} of {self.dataset} ({find_place(row)}: {shown}) is none that can be tested: {error!r}"
+                )
                 if self.unreadable == "refuse":
                     raise NoRows(f"{left_out[0]}; unreadable=leave_out leaves such rows out") from error
         if left_out:
@@ -165,12 +170,16 @@ class CodeGeneration(SingleTurn):
     def _prompt(self, row: Row) -> Prompt:
         tests = json.dumps(_get_path(row, self.tests_field))
         setup, entry_point = _get_text(row, self.setup_field), _get_text(row, self.entry_point_field)
+        prefix, solution = _get_text(row, self.prefix_field), _get_text(row, self.solution_field)
+        check_program(setup, f"setup_field={self.setup_field}")
+        if solution.strip():
+            check_program(prepend(self.prelude, prefix + solution), f"solution_field={self.solution_field}")
         read = self._read_tests(tests, setup, entry_point)
         question = str(_get_path(row, self.question_field)) + "".join(_show_test(test) for test in read[: self.shown_tests])
         return Prompt(
             turns=({"role": "user", "content": self.instruction.replace("{question}", question)},),
-            answer=_get_text(row, self.solution_field),
-            facts={"tests": tests, "setup": setup, "entry_point": entry_point, "prefix": _get_text(row, self.prefix_field)},
+            answer=solution,
+            facts={"tests": tests, "setup": setup, "entry_point": entry_point, "prefix": prefix},
         )
 
     def _read_tests(self, tests: str, setup: str, entry_point: str) -> tuple[Test, ...]:
@@ -190,7 +199,7 @@ def _get_path(row: Row, path: str) -> Any:
 
 
 def _get_text(row: Row, path: str | None) -> str:
-    return "" if path is None else str(_get_path(row, path) or "")
+    return "" if path is None else write_text(_get_path(row, path))
 
 
 def _show_test(test: Test) -> str:

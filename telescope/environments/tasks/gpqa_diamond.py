@@ -6,7 +6,6 @@ anywhere, and the hub asks for consent before it gives them (HF_TOKEN).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
@@ -14,13 +13,13 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 
 from telescope.environments.base import Prompt, Reward, SingleTurn
-from telescope.environments.graders.maths import extract_answer, tidy
+from telescope.environments.graders.letters import LETTERS as LETTERS
+from telescope.environments.graders.letters import find_letter as find_letter
 from telescope.environments.hashed_random import HashedRandom
-from telescope.environments.questions.dataset import DatasetSource, Row
+from telescope.environments.questions.dataset import DatasetSource, Row, get_text
+from telescope.environments.questions.rows import NoRows, find_place
 
-LETTERS = "ABCD"
 COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-_LETTER = re.compile(r"\\?(?:text|mathrm)?\{?\(?([A-Da-d])\)?[.:]?\}?(?![A-Za-z0-9])")
 
 
 class GpqaDiamond(SingleTurn):
@@ -72,17 +71,11 @@ class GpqaDiamond(SingleTurn):
         return tuple(self._prompt(row, index) for index, row in enumerate(rows[: self.num_prompts]))
 
     def _prompt(self, row: Row, index: int) -> Prompt:
-        question, *options = (str(row[column]).strip() for column in COLUMNS)
+        texts = {column: get_text(row, column).strip() for column in COLUMNS}
+        if missing := [column for column, text in texts.items() if not text]:
+            raise NoRows(f"{find_place(row)}: column {missing[0]!r} is empty: mend the row or take it out")
+        question, *options = texts.values()
         order = HashedRandom("gpqa", self.seed, index).shuffled(range(4))
         shown = "\n".join(f"{letter}) {options[at]}" for letter, at in zip(LETTERS, order, strict=True))
         content = self.instruction.replace("{options}", shown).replace("{question}", question)
         return Prompt(turns=({"role": "user", "content": content},), answer=LETTERS[order.index(0)])
-
-
-def find_letter(answer: str) -> str | None:
-    r"""The letter that an answer settles on: of `\boxed{C}`, `<answer>(c)</answer>`, "the answer is C". None: none."""
-    given = extract_answer(answer, "any")
-    if given is None:
-        return None
-    match = _LETTER.match(given) or _LETTER.fullmatch(tidy(given))
-    return match[1].upper() if match else None

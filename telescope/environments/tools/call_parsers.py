@@ -22,6 +22,8 @@ from typing import Any, Literal
 
 import orjson
 
+from telescope.environments.parsers import Answer
+
 CallFormat = Literal["json", "function", "python", "bare"]
 
 MAX_DEPTH = 64
@@ -99,7 +101,7 @@ def strip_thought(answer: str) -> str:
 
     A thought that never ends is all thought: "".
     """
-    opened = answer.lstrip().startswith("<think>")
+    opened = answer.lstrip().startswith("<think>") or (isinstance(answer, Answer) and answer.opened_by == "think")
     end = answer.find("</think>")
     if end >= 0 and (opened or "<think>" not in answer[:end]):
         return answer[end + len("</think>") :]

@@ -1,0 +1,100 @@
+r"""The option that an answer settles on: `\boxed{C}`, "**Answer:** C", "(B)", "so I choose option D".
+
+A letter that begins a word, an article or a pronoun is none, and several letters name no option. Refuses to know which one
+is right.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from telescope.environments.parsers import AnswerTags, Boxed, ThinkTags
+
+LETTERS = "ABCD"
+_TAIL = 2000  # characters at the end of an answer in which a letter is looked for
+_MARKUP = re.compile(
+    r"[*_`\"“”>$]|\\\$|\\(?:text|mathrm)?(?:bf|it|rm|sf)?(?=\{)|\\(?:mathbf|boldsymbol|bm|mathsf)(?=\{)|[{}]|\\[()\[\]]"
+)
+_NOUN = r"(?:option|choice|answer|alternative|letter|statement)"
+_LINK = r"(?:is|are|would be|must be|should be|will be|to be|['’]s|:|=|-|–|—)"
+_SOFTENER = r"(?:therefore|thus|clearly|then|definitely|simply|indeed|most likely|probably|hence|obviously|given by)"
+_NOT = re.compile(r"(?:\bnot|\bnever|n['’]t|\bthan|\bneither|\bnor|\beliminat\w+|\bexclud\w+)\W*$", re.IGNORECASE)
+
+
+def find_letter(answer: str, letters: str = LETTERS) -> str | None:
+    """The letter that an answer settles on, or None: of the last box, else the last <answer>, else the one that it calls its
+    answer, else the one that stands alone on a line or that it chooses at last."""
+    for parser in (Boxed(), AnswerTags()):
+        found = ThinkTags(parser).parse(answer)
+        if found is not None:
+            return _read_option(found, letters)
+    said = ThinkTags().parse(answer)
+    return None if said is None else _find_said(_MARKUP.sub("", said[-_TAIL:]), letters)
+
+
+def _read_option(text: str, letters: str) -> str | None:
+    """The letter that a short text is or begins with: `C`, `(c)`, `Option C`, `C) 81 years`."""
+    return _choose(_patterns(letters).alone.match(" ".join(_MARKUP.sub("", text).split())), letters)
+
+
+def _find_said(text: str, letters: str) -> str | None:
+    patterns = _patterns(letters)
+    for pattern in (patterns.labelled, patterns.praised):
+        chosen = [
+            each
+            for each in pattern.finditer(text)
+            if not _NOT.search(text[max(0, each.start("letter") - 24) : each.start("letter")])
+        ]
+        if chosen:
+            return _choose(chosen[-1], letters)
+    if (letter := _choose(patterns.alone.match(text.strip()), letters)) is not None:
+        return letter
+    lines = [match for line in text.splitlines() if (match := patterns.alone.fullmatch(line.strip())) is not None]
+    if lines:
+        return _choose(lines[-1], letters)
+    cued = [each for each in patterns.cued.finditer(text) if not _NOT.search(text[: each.start("letter")][-24:])]
+    return _choose(cued[-1], letters) if cued else None
+
+
+def _choose(match: re.Match[str] | None, letters: str) -> str | None:
+    """The letter of a match, unless another one is named with it."""
+    if match is None:
+        return None
+    letter = match["letter"].upper()
+    joined = _patterns(letters).joined.match(match.string, match.end("letter"))
+    return None if joined is not None else letter
+
+
+class _Patterns:
+    def __init__(self, letters: str) -> None:
+        kinds = f"[{letters}]"
+        bare = rf"(?P<letter>{kinds}|(?<=[(\[])(?:{kinds.lower()})(?=[)\]])|{kinds.lower()}(?=[.)]?\s*$))"
+        named = rf"(?:(?i:(?:the )?(?:correct |right |best )?{_NOUN})\s*:?\s*)?[(\[]?{bare}[)\]]?(?![\w'’])"
+        # "A cat", "I think": a word, where small letters follow it.
+        named += r"(?!(?<=[AI]) (?!(?:is|was|and|or|because|since|as|not)\b)[a-z])"
+        self.labelled = re.compile(
+            rf"(?:####|\b)(?i:(?<=####)|answers?|(?:correct|right|best|my|final) (?:one|{_NOUN}))\s*"
+            rf"(?i:{_LINK}\s*)?(?i:{_SOFTENER},?\s+)?{named}",
+            re.MULTILINE,
+        )
+        self.praised = re.compile(
+            rf"(?<![\w'’]){named}\)? (?i:is|must be|seems) (?i:the |a )?(?i:right|correct|best|answer|true|only)\b",
+            re.MULTILINE,
+        )
+        self.alone = re.compile(rf"{named}(?=\s*$|[).:,\]]|\s[-–—]|\s?[✓✔]|\n)", re.MULTILINE)
+        self.cued = re.compile(
+            r"(?<!\w)(?i:choose|chose|pick|select|go with|going with|it['’]?s|it is|is|be|leaves"
+            r"|so|therefore|thus|hence|think|say|=>|→)"
+            rf"[,:]?\s+{named}(?=\s*$|[).:,;!\]\n]|\s[-–—])",
+            re.MULTILINE,
+        )
+        self.joined = re.compile(
+            rf"[)\]]?\s*(?:,|and|or|&|/|,\s*(?:and|or)|and maybe|or maybe)\s*[(\[]?{kinds}(?![\w'’])"
+            rf"|[)\]]?\s*(?:and|or|&|/)\s*[(\[]?(?i:{kinds})(?![\w'’])"
+        )
+
+
+@lru_cache(maxsize=8)
+def _patterns(letters: str) -> _Patterns:
+    return _Patterns(letters)
