@@ -11,6 +11,7 @@ import codecs
 import contextlib
 import io
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -36,8 +37,13 @@ def _find_streams() -> Iterator[RedactedStream]:
     return (stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, RedactedStream))
 
 
+_CONTROL = re.compile(r"\x1b(?!\[K)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
+"""What moves a terminal's cursor, colours it or renames it, but for the erasing of our own live line."""
+
+
 class RedactedStream(io.TextIOBase):
-    """Stands in for a text stream. A line goes out when it is whole, on a terminal also as far as it was flushed."""
+    """Stands in for a text stream. A line goes out when it is whole, on a terminal also as far as it was flushed, and there
+    without what an exception's text may do to it."""
 
     def __init__(self, stream: TextIO, hidden: frozenset[str] = frozenset()) -> None:
         self.stream, self.hidden = stream, hidden
@@ -93,7 +99,8 @@ class RedactedStream(io.TextIOBase):
             self._lines.close()
 
     def _let_go(self, data: bytes) -> None:
-        self.stream.write(self._decoder.decode(data))
+        text = self._decoder.decode(data)
+        self.stream.write(_CONTROL.sub("", text) if self.isatty() else text)
 
 
 class _Buffer(io.RawIOBase):

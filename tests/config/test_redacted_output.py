@@ -115,3 +115,15 @@ def test_a_long_line_without_an_end_is_cut_between_characters():
     stream.write("ü" * 100_001)
     stream.let_go()
     assert out.getvalue() == "ü" * 100_001
+
+
+@pytest.mark.parametrize(
+    ("terminal", "shown"), [(True, "a[2J]0;pwn b\tü\n\r\x1b[Kc"), (False, "a\x1b[2J\x1b]0;pwn\x07 b\tü\n\r\x1b[Kc")]
+)
+def test_a_terminal_is_shown_no_codes_of_somebody_elses(terminal: bool, shown: str):
+    out = io.StringIO()
+    out.isatty = lambda: terminal  # type: ignore[method-assign]
+    stream = RedactedStream(out)
+    stream.write("a\x1b[2J\x1b]0;pwn\x07 b\tü\n\r\x1b[Kc")
+    stream.let_go()
+    assert out.getvalue() == shown

@@ -66,20 +66,20 @@ def compare_exactly(wanted: str, given: str, conventions: Conventions = DEFAULTS
         return int(wanted) == int(given)
     if conventions.tolerance == 0 and _PLAIN_DECIMAL.fullmatch(wanted) and _PLAIN_DECIMAL.fullmatch(given):
         return Decimal(wanted.replace(",", "")) == Decimal(given.replace(",", ""))
-    return _compare_texts(wanted, given, _Comparison(conventions, lambda one, other: None))
+    return _compare_texts(wanted, given, _Equality(conventions, lambda one, other: None))
 
 
 def compare_symbolically(wanted: str, given: str, percent: PercentReading = "either", tolerance: float = 0.0) -> bool:
     """Whether both are the same, part by part as math-verify sees it. Main thread of a grader process only; without a limit."""
-    same = _Comparison(Conventions(percent, tolerance), lambda one, other: _ask_math_verify(one, other, tolerance))
+    same = _Equality(Conventions(percent, tolerance), lambda one, other: _ask_math_verify(one, other, tolerance))
     return bool(_compare_texts(wanted, given, same))
 
 
-def _compare_texts(wanted: str, given: str, comparison: _Comparison) -> bool | None:
+def _compare_texts(wanted: str, given: str, equality: _Equality) -> bool | None:
     one, other = tidy(wanted), tidy(given)
     if (_IN_WORDS.fullmatch(wanted) or _IN_WORDS.fullmatch(given)) and _WORD.fullmatch(one) and _WORD.fullmatch(other):
         return squeeze(one) == squeeze(other)
-    return comparison.compare(one, other)
+    return equality.compare(one, other)
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -90,7 +90,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _Equality:
     """Takes two answers apart until a part shows itself or is left to `leaf`."""
 
     conventions: Conventions
