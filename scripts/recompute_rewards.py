@@ -30,16 +30,20 @@ def recompute(run: RunDirectory) -> dict[str, float | None]:
     """`reward_policy_first`, `reward_policy_last` and how many rollouts each is the mean of."""
     begun: dict[int, int] = {}
     over: dict[int, str] = {}
+    cut_off: set[int] = set()
     for row in rows(run, "groups"):
+        group = row["group_id"]
         if row["state"] == "queued":
-            begun[row["group_id"]] = row["version"]
+            if group in begun:  # it played at a checkpoint that the run went on from
+                cut_off.add(begun[group])
+            begun[group] = row["version"]
         if row["state"] in ENDS:
-            over.setdefault(row["group_id"], row["reason"])
+            over.setdefault(group, row["reason"])
+    latest = {row["rollout_id"]: row for row in rows(run, "rollouts") if row["status"] == "scored"}
     rewards: dict[int, list[Fraction]] = defaultdict(list)
-    for row in rows(run, "rollouts"):
-        if row["status"] == "scored":
-            rewards[begun[row["group_id"]]].append(Fraction(row["reward"]))
-    cut_off = {version for group, version in begun.items() if over.get(group, "the run ended") == "the run ended"}
+    for row in latest.values():
+        rewards[begun[row["group_id"]]].append(Fraction(row["reward"]))
+    cut_off |= {version for group, version in begun.items() if over.get(group, "the run ended") == "the run ended"}
     whole = sorted(version for version in rewards if version not in cut_off) or sorted(rewards)[:1]
     each = min(AT_EACH_END, len(whole) // 2)
     first, last = ([one for version in some for one in rewards[version]] for some in (whole[:each], whole[-max(each, 1) :]))

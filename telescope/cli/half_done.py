@@ -23,7 +23,8 @@ class HalfDone:
         self.path = self._run.path
         self._was_there = path.exists()
         self._files: dict[Path, bytes] = {}
-        if opening.is_run(path):
+        self._was_run = opening.is_run(path)
+        if self._was_run:
             run = self._run
             for file in (run.config_json, run.config_yaml, run.cmdline, run.plan_json, run.run_json):
                 with contextlib.suppress(OSError, DamagedFile):
@@ -33,7 +34,7 @@ class HalfDone:
         """A new directory goes, or is empty as it was; one of an earlier attempt has its settings again. Raises OSError."""
         for file, held in self._files.items():
             write_atomically(file, held.decode("utf-8", "surrogateescape"), mode=0o600)
-        if self._files:
+        if self._was_run:
             return
         if not self._was_there:
             shutil.rmtree(self._run.path)

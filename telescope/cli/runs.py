@@ -172,7 +172,8 @@ def run_status(seen: RunLook, jobs: Mapping[str, QueuedJob] = MappingProxyType({
     stage = find_stage(seen.last_of_job, known) if known else "unknown"
     state = stage if stage in ("waiting", "running") else _state_of_files(seen, changed, over=stage == "over")
     reason = seen.reason if state in ("failed", "stopped") else ""
-    reward = seen.summary.get("reward_policy_last", status.reward)
+    older = seen.summary.get("reward_mean_last", status.reward)  # of version 0.1
+    reward = seen.summary.get("reward_policy_last", older)
     job = f"{seen.job} {describe_state(seen, jobs)}".strip()
     damaged = tuple(map(str, seen.damaged))
     return RunStatus(run, state, status.step, status.steps, reward, reason, changed, job, damaged)

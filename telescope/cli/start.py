@@ -193,7 +193,7 @@ def _attempt(order: RunOrder) -> int | None:
     if not order.plan:
         from telescope._launch.hosts.head import run_head
 
-        code = run_head(directory, order.config, order.standing, say)
+        code = held.exit_code or run_head(directory, order.config, order.standing, say)
     note_end(directory, code)
     return code
 

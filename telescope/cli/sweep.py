@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from telescope.config.redaction import redact_shapes
+from telescope.config.redaction import is_secret_name, redact_shapes
 from telescope.runlog.files import read_json
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.opening import RunLook, look
@@ -29,16 +29,18 @@ SHOWN_REASON = 1_000
 RESULTS = "sweep.json"
 LONGEST_NAME = 80
 """Of a point's folder, whose path stands in front of all its files."""
-_UNSAFE = re.compile(r"[^A-Za-z0-9._+=-]+")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 
 
 def name_point(number: int, swept: Sequence[str], otherwise: str) -> str:
-    """`003_learning_rate=1e-4,seed=2`: a folder and a job, by the values that were swept; `otherwise`: where none were. Of a
-    setting its last word, which says enough to whoever chose it; keys that were typed in are left out."""
+    """`003_learning_rate-1e-4_seed-2`: a folder and a job, by the values that were swept; `otherwise`: where none were. Of a
+    setting its last word, which says enough to whoever chose it; secrets that were typed in are left out. A path of it can be
+    given back as a setting as it is."""
     values = [redact_shapes(override).lstrip("+").partition("=") for override in swept]
-    words = [f"{name.rpartition('.')[2]}{equals}{value}" for name, equals, value in values]
-    text = ",".join(_UNSAFE.sub("-", word) for word in words) or otherwise
-    return f"{number:03d}_{text}"[:LONGEST_NAME].rstrip(",.")
+    named = [(name.rpartition(".")[2], value) for name, _, value in values]
+    words = [name if is_secret_name(name) else f"{name}-{value}" for name, value in named]
+    text = "_".join(_UNSAFE.sub("-", word) for word in words) or otherwise
+    return f"{number:03d}_{text}"[:LONGEST_NAME].rstrip("_.")
 
 
 def shown(reason: str) -> str:

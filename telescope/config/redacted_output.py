@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import io
 import os
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Iterable, Iterator
+from types import TracebackType
 from typing import TextIO, cast
 
 from telescope.config.redaction import RedactedLines, Redactor
@@ -29,8 +32,17 @@ def hide_variables(names: Iterable[str]) -> None:
 
 def redact(text: str) -> str:
     """What may be written down of it, where a command or a job writes what an exception says."""
+    return _current_redactor().text(text)
+
+
+def _current_redactor() -> Redactor:
     stream = next(_find_streams(), None)
-    return (Redactor.of(os.environ) if stream is None else stream.redactor).text(text)
+    return Redactor.of(os.environ) if stream is None else stream.redactor
+
+
+def _print_redacted(redactor: Redactor, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """For an exception that nobody catches."""
+    sys.stderr.write(redactor.text("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _find_streams() -> Iterator[RedactedStream]:
@@ -129,6 +141,9 @@ def redact_output(hidden: Iterable[str] = ()) -> Iterator[None]:
         sys.stdout, sys.stderr = _redact(before[0]), _redact(before[1])
         hide_variables(hidden)
         yield
+    except BaseException:
+        sys.excepthook = functools.partial(_print_redacted, _current_redactor())  # printed when the streams are back
+        raise
     finally:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, RedactedStream):

@@ -119,6 +119,10 @@ class EnvironmentEntry(Settings):
     """The environment's own typed settings; a typo is refused."""
 
 
+NEVER_STALE = 1_000_000
+"""Versions that no run reaches."""
+
+
 class OrchestratorSettings(Settings):
     max_concurrent_prompts_per_server: int = Field(default=32, ge=1, le=1_000_000)
     """Prompt groups in flight a server: times group_size sample lanes with individual lanes, as many group lanes without."""
@@ -128,8 +132,8 @@ class OrchestratorSettings(Settings):
     """Steps that inference may run ahead of training (M); 0 = synchronous."""
     take_order: Literal["completion", "admission"] = "completion"
     """Which complete groups may be trained now; rule 5 of docs/architecture.md gives the staleness bound of each."""
-    max_off_policy_steps: int = Field(default=8, ge=1, le=1_000_000)
-    """Retire an incomplete group whose first dispatch is this many versions old (D)."""
+    max_off_policy_steps: int | None = Field(default=8, ge=1, le=NEVER_STALE)
+    """Retire an incomplete group whose first dispatch is this many versions old (D); null: never."""
     discard_group_zero_advantage: bool = True
     """Drop groups whose rewards are all equal, and generate others for them: a third more in the default run."""
     enable_prompt_prefetch: bool = True

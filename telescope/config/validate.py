@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from telescope.config import plugins
 from telescope.config.conflicts import conflicts
+from telescope.config.foreign_names import find_hint
 from telescope.config.redaction import Redactor
 from telescope.config.run import RunConfig
 from telescope.config.secrets import find_references
@@ -201,7 +202,8 @@ def _mistake(
         return Mistake(place, kind, f"{given} must be {' | '.join(choices)}.{f' Did you mean {guess}?' if guess else ''}")
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
-        return Mistake(place, kind, f"{given} must be {words} {context[key]}")
+        instead = ", or null" if type(None) in get_args(annotation) else ""
+        return Mistake(place, kind, f"{given} must be {words} {context[key]}{instead}")
     if kind in _LENGTHS:
         key, words = _LENGTHS[kind]
         return Mistake(place, kind, f"{given} must have {words} {context[key]} {'characters' if 'string' in kind else 'items'}")
@@ -229,17 +231,20 @@ def _field(model: type[Settings], below: Place) -> tuple[Place, Any]:
 
 
 def _suggestion(place: Place, model: type[Settings], below: Place, root: Mapping[str, Any]) -> str:
-    """The nearest setting beside the unknown one, else one of that name elsewhere, else what stands beside it."""
+    """What another trainer's name is called here, a setting of the same name elsewhere, the nearest beside the unknown one, or
+    what stands beside it."""
     wrong, holder = str(place[-1]), _holder(model, below)
     if place[0] == "env":
         return " Settings of an environment stand at environments.<name>: environments.countdown.kwargs.…, for example."
+    if (told := find_hint(wrong)) is not None:
+        return told
+    elsewhere = [path for path in setting_paths(root) if path.rpartition(".")[2] == wrong]
+    if elsewhere:
+        return f" Did you mean {' or '.join(elsewhere)}?"
     beside = list(holder.model_fields)
     guess = nearest(wrong, beside)
     if guess is not None:
         return f" Did you mean {'.'.join([*map(str, place[:-1]), guess])}?"
-    elsewhere = [path for path in setting_paths(root) if path.rpartition(".")[2] == wrong]
-    if elsewhere:
-        return f" Did you mean {' or '.join(elsewhere)}?"
     near = nearest(wrong, [path.rpartition(".")[2] for path in setting_paths(root)], alike=ELSEWHERE)
     if near is not None:
         return f" Did you mean {' or '.join(path for path in setting_paths(root) if path.rpartition('.')[2] == near)}?"

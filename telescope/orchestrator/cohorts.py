@@ -64,15 +64,18 @@ class GroupScores(msgspec.Struct):
 
 
 class Cohort(Record):
-    """The groups that began at `version`, by id."""
+    """The groups that began at `version`, by id. `lacks_groups`: of some that still played at a checkpoint; they were played
+    anew after it, and began at another version."""
 
     version: int
     groups: dict[int, GroupScores]
+    lacks_groups: bool = False
 
     @property
     def cut_off(self) -> bool:
-        """Whether the run's end came before that of one of them: what was scored is the shorter part."""
-        return any(group.reason == RUN_ENDED for group in self.groups.values())
+        """Whether the end of the run, or of an attempt at it, came before that of one of its groups: what was scored is the
+        shorter part."""
+        return self.lacks_groups or any(group.reason == RUN_ENDED for group in self.groups.values())
 
 
 class Mean(Record):
@@ -107,6 +110,8 @@ class CohortTally:
     _playing: dict[int, dict[int, GroupScores]] = field(default_factory=dict)
     _versions: dict[int, int] = field(default_factory=dict)
     """The version that each group of `_playing` began at."""
+    _lacking: set[int] = field(default_factory=set)
+    """Versions some of whose groups a checkpoint has left out."""
 
     def note_group(self, group_id: int, state: str, reason: str, version: int) -> None:
         """A group has come to a state; `version`: the one it began at, -1 before."""
@@ -138,10 +143,14 @@ class CohortTally:
         return self._take(self._playing)
 
     def save(self) -> tuple[Cohort, ...]:
-        """What a checkpoint keeps: groups that play are played anew after it, and begin at another version."""
-        return tuple(
-            Cohort(version, {group_id: group for group_id, group in groups.items() if group.state})
+        """What a checkpoint keeps: groups that play are left out."""
+        kept = {
+            version: {group_id: group for group_id, group in groups.items() if group.state}
             for version, groups in sorted(self._playing.items())
+        }
+        return tuple(
+            Cohort(version, groups, version in self._lacking or len(groups) < len(self._playing[version]))
+            for version, groups in kept.items()
         )
 
     def restore(self, cohorts: Iterable[Cohort]) -> None:
@@ -149,13 +158,15 @@ class CohortTally:
             if cohort.groups:
                 self._playing[cohort.version] = dict(cohort.groups)
                 self._versions |= dict.fromkeys(cohort.groups, cohort.version)
+            if cohort.lacks_groups:
+                self._lacking.add(cohort.version)
 
     def _find(self, group_id: int) -> GroupScores | None:
         version = self._versions.get(group_id)
         return None if version is None else self._playing[version][group_id]
 
     def _take(self, versions: Iterable[int]) -> list[Cohort]:
-        taken = [Cohort(version, self._playing.pop(version)) for version in sorted(versions)]
+        taken = [Cohort(version, self._playing.pop(version), version in self._lacking) for version in sorted(versions)]
         for cohort in taken:
             for group_id in cohort.groups:
                 del self._versions[group_id]
@@ -216,7 +227,7 @@ def pool(cohorts: Sequence[CohortMeans]) -> dict[str, Any]:
 
 @dataclass
 class CohortEnds:
-    """The first and the last cohorts of a run that have ended, for its summary."""
+    """The first and the last versions of a run that have ended, for its summary; a straggler may hold one back."""
 
     first: list[CohortMeans] = field(default_factory=list)
     last: list[CohortMeans] = field(default_factory=list)
@@ -229,14 +240,17 @@ class CohortEnds:
         if self.first and self.first[0].cut_off:
             self.first, self.last, self.count = [], [], 0
         self.count += 1
-        if len(self.first) < COHORTS_AT_EACH_END:
-            self.first.append(one)
-        self.last = [*self.last, one][-COHORTS_AT_EACH_END:]
+        self.first = sorted([*self.first, one], key=_by_version)[:COHORTS_AT_EACH_END]
+        self.last = sorted([*self.last, one], key=_by_version)[-COHORTS_AT_EACH_END:]
 
     def choose(self) -> tuple[list[CohortMeans], list[CohortMeans]]:
         """Those at the beginning and at the end; none is on both sides."""
         each = min(COHORTS_AT_EACH_END, self.count // 2)
         return self.first[:each], self.last[-max(each, 1) :]
+
+
+def _by_version(one: CohortMeans) -> int:
+    return one.version
 
 
 def _summarize_scores(groups: Sequence[GroupScores], scores: Sequence[Score]) -> dict[str, float]:

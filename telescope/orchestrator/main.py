@@ -17,7 +17,7 @@ import msgspec
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing, redacted
-from telescope.config.sections import CurriculumSettings
+from telescope.config.sections import NEVER_STALE, CurriculumSettings
 from telescope.config.words import ConfigError
 from telescope.exit_codes import ERROR
 from telescope.flow import commands, events
@@ -90,7 +90,7 @@ def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> Flo
         group_size=rollout.group_size,
         max_async_rollout=orchestrator.max_async_rollout,
         take_order=orchestrator.take_order,
-        max_off_policy_steps=orchestrator.max_off_policy_steps,
+        max_off_policy_steps=orchestrator.max_off_policy_steps or NEVER_STALE,
         discard_group_zero_advantage=orchestrator.discard_group_zero_advantage,
         min_group_size=rollout.min_group_size,
         max_attempts=rollout.max_attempts,

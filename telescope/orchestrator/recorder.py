@@ -294,8 +294,9 @@ class Recorder:
     def _report_policy(self, version: int) -> dict[str, float]:
         """Metrics of the cohorts that have ended since the last step, at each of which a row is written. `version`: served."""
         self._end_cohorts(self._cohorts.take_ended(version))
-        ended, self._ended = self._ended, []
-        metrics = summarize(ended, self._group_size, each=self._each)
+        whole = [cohort for cohort in self._ended if not cohort.cut_off]
+        self._ended = []
+        metrics = summarize(whole, self._group_size, each=self._each)
         metrics["rollouts/scored"] = float(self._scored.total())
         metrics |= count_failures(self._failed, self._scored, each=self._each)
         self._scored.clear()
@@ -313,9 +314,6 @@ class Recorder:
         """At the run's end: what has not ended is cut off, and said to be."""
         self.catch_up()
         self._end_cohorts(self._cohorts.take_all())
-        whole = [cohort for cohort in self._ended if not cohort.cut_off]
-        if self._mirror is not None and whole and self.history:
-            self._mirror.log(len(self.history), summarize(whole, self._group_size, each=self._each))
 
     def record_weights(self, update: WeightUpdate, phase: str, server: str = "", pause_s: float = 0.0, cause: str = "") -> None:
         self._log.append(

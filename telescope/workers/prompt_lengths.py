@@ -26,6 +26,7 @@ SPLIT = "train"
 CHUNK = 1_000
 """Prompts that are rendered and tokenised together."""
 SAID_EVERY_S = 10.0
+_NO_DIGITS = str.maketrans("", "", "0123456789")
 WORD_BYTES = 12
 """Of words and the space behind each, on average at most, in what is taken for plain text."""
 RATED_BYTES, RATED = 400, 32
@@ -149,12 +150,14 @@ def _is_far_above(measure: _Measure, prompt: Prompt) -> bool:
 
 
 def _is_plain(prompt: Prompt) -> bool:
-    """Words in ASCII with spaces between them: no Chinese, no base64, no code without a space."""
-    texts = [value for turn in prompt.turns for value in turn.values()]
-    return all(
-        isinstance(text, str) and text.isascii() and WORD_BYTES * (text.count(" ") + 1) >= len(text) and "  " not in text
-        for text in texts
-    )
+    """Words in ASCII with spaces between them: no Chinese, no base64, no code without a space, no table of numbers."""
+    return all(isinstance(value, str) and _is_plain_text(value) for turn in prompt.turns for value in turn.values())
+
+
+def _is_plain_text(text: str) -> bool:
+    if not text.isascii() or WORD_BYTES * (text.count(" ") + 1) < len(text) or "  " in text:
+        return False
+    return 10 * (len(text) - len(text.translate(_NO_DIGITS))) <= len(text)
 
 
 def _count_tokens(measure: _Measure, prompts: Sequence[Prompt]) -> list[int]:

@@ -127,3 +127,14 @@ def test_a_terminal_is_shown_no_codes_of_somebody_elses(terminal: bool, shown: s
     stream.write("a\x1b[2J\x1b]0;pwn\x07 b\tü\n\r\x1b[Kc")
     stream.let_go()
     assert out.getvalue() == shown
+
+
+def test_an_exception_that_nobody_catches_is_redacted_too():
+    program = (
+        "from telescope.config.redacted_output import redact_output\n"
+        "with redact_output(['PLAINWORD']):\n    raise KeyError('boom correct-horse-battery')\n"
+    )
+    given = {**os.environ, "PLAINWORD": "correct-horse-battery"}
+    ended = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "KeyError: 'boom <redacted>'" in ended.stderr

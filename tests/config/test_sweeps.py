@@ -54,9 +54,10 @@ def test_a_point_is_named_by_what_was_swept_safe_for_a_folder_and_a_job():
     points = load_points(given, places_for(None), os.environ, sweep=True)
     swept = ("trainer.learning_rate=0.0002", "+environments.x.kwargs.url='a/b c'")
     assert points[2].swept == swept
-    assert name_point(2, swept, "tiny-grpo") == "002_learning_rate=0.0002,url=-a-b-c-"
+    assert name_point(2, swept, "tiny-grpo") == "002_learning_rate-0.0002_url--a-b-c-"
     assert name_point(7, (), "tiny-grpo") == "007_tiny-grpo"
-    assert name_point(1, ("x.note=sk-0123456789abcdefgh",), "") == "001_note=-redacted-"
+    assert name_point(1, ("x.note=sk-0123456789abcdefgh",), "") == "001_note--redacted-"
+    assert name_point(1, ("x.kwargs.password=hunter2pass", "seed=1"), "") == "001_password_seed-1"
     assert len(name_point(12, [f"trainer.setting_{n}={n}" for n in range(40)], "")) <= 80
     found: list[Point] = []
     search(GRID, places_for(None), os.environ, Path("unused"), lambda points: [*map(found.append, points)] and [1.0] * 4)

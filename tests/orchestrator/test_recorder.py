@@ -15,6 +15,7 @@ from telescope.flow.commands import RecordGroupState, TrainOnBatch
 from telescope.flow.core import Core
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe, make_batch
+from telescope.orchestrator.cohorts import CohortEnds, CohortMeans, Mean, ScoreMeans
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
@@ -259,9 +260,33 @@ async def test_a_checkpoint_goes_on_with_the_versions_that_were_not_told(run: Ru
     following = Recorder(run, log, None, number_of_steps=3, group_size=2)
     following.resume(saved, ())
     score(following, 1, [0.0, 0.0], group_id=5)
+    score(following, 2, [0.0, 1.0], group_id=6)
     summary = summarize(run, following, log)
-    assert [(row["version"], row["metrics"]["reward/policy"]) for row in rows(run, "policy")] == [(0, 0.5), (1, 0.0)]
+    told = [(row["version"], row["cut_off"], row["metrics"]["reward/policy"]) for row in rows(run, "policy")]
+    assert told == [(0, True, 0.5), (1, False, 0.0), (2, False, 0.5)]  # the short part of version 0 is not its policy
+    assert (summary["reward_policy_first"], summary["reward_policy_last"]) == (0.0, 0.5)
+
+
+async def test_a_checkpoint_between_two_versions_loses_neither(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=3, group_size=2)
+    score(recorder, 0, [1.0, 0.0], group_id=0)
+    saved = msgspec.msgpack.decode(msgspec.msgpack.encode(recorder.make_counters()), type=SummaryCounters)
+    following = Recorder(run, log, None, number_of_steps=3, group_size=2)
+    following.resume(saved, ())
+    score(following, 1, [0.0, 0.0], group_id=5)
+    summary = summarize(run, following, log)
+    assert [(row["version"], row["cut_off"]) for row in rows(run, "policy")] == [(0, False), (1, False)]
     assert (summary["reward_policy_first"], summary["reward_policy_last"]) == (0.5, 0.0)
+
+
+async def test_versions_that_end_out_of_order_stand_in_order_in_the_summary(run: RunDirectory):
+    ends = CohortEnds()
+    for version in (0, 1, 2, 4, 5, 6, 7, 3, 8, 9):
+        means = ScoreMeans(Mean(version / 10, 1), {})
+        ends.add(CohortMeans(version, 1, 0, False, means, {}))
+    first, last = ends.choose()
+    assert [[one.version for one in some] for some in (first, last)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
 async def test_several_environments_are_told_apart(run: RunDirectory):

@@ -358,13 +358,13 @@ def test_progress_is_a_line_a_step_and_the_summary_comes_last(launch: Launch) ->
     said = err.splitlines()
     assert said[0] == f"0:00 · starting 1 process, logs in {launched.run.path}/logs"
     assert [line for line in said if "starting" not in line] == [
-        f"step {step}/3 · reward 0.{step}00 · 5.1k tok/s" for step in (1, 2, 3)
+        f"step {step}/3 · reward 0.{step}00 · 5.1k sampled tok/s" for step in (1, 2, 3)
     ]
     assert out.splitlines() == [
         f"run directory: {launched.run.path}",
-        "  steps             3",
-        "  reward mean last  0.3",
-        "  rollouts          trained 24, failed 0",
+        "  steps               3",
+        "  reward policy last  0.3",
+        "  rollouts            trained 24, failed 0",
     ]
 
 

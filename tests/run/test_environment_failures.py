@@ -72,4 +72,6 @@ def test_a_reward_function_that_raises_for_2_of_8_samples_costs_2_samples(start:
     for row in run.rows("step_metrics"):
         metrics = row["metrics"]
         assert (metrics["rollouts/failed/grader"], metrics["rollouts/failed/infrastructure"]) == (4.0, 2.0)
-        assert metrics["tag/bad_call"] == 2 / 12
+    for row in run.rows("policy"):
+        assert row["metrics"]["tag/bad_call"] == 2 / 12
+        assert row["metrics"]["reward/policy/unfinished"] == row["metrics"]["reward/policy/rollouts"] / 3

@@ -51,7 +51,7 @@ def test_a_point_that_fails_stops_no_other_and_all_are_told(tmp_path: Path):
     assert ["the scales are broken" in line for line in failures] == [True, True]
     runs = [RunDirectory(path) for path in sorted((tmp_path / "sweep").iterdir()) if path.is_dir()]
     assert [run.path.name for run in runs] == [
-        *("000_fails=false,seed=1", "001_fails=false,seed=2", "002_fails=true,seed=1", "003_fails=true,seed=2")
+        *("000_fails-false_seed-1", "001_fails-false_seed-2", "002_fails-true_seed-1", "003_fails-true_seed-2")
     ]
     assert {load_run(run.config_json).logging.wandb_group for run in runs} == {"sweep"}
     assert [load_run(run.config_json).seed for run in runs] == [1, 2, 1, 2]

@@ -246,7 +246,7 @@ def test_a_dry_run_writes_the_batch_file_and_submits_nothing(tmp_path: Path):
     script = tmp_path / "sweep" / "slurm" / "submission.sh"
     assert "#SBATCH --array=0-1%2" in script.read_text().splitlines()
     assert script.parent.stat().st_mode & 0o777 == 0o700
-    for point in ("000_seed=0", "001_seed=1"):
+    for point in ("000_seed-0", "001_seed-1"):
         directory = RunDirectory(tmp_path / "sweep" / point)
         assert (read_submission(directory).job_id, read_submission(directory).script) == ("", str(script))
         assert directory.plan_json.exists()
@@ -256,6 +256,7 @@ def test_a_dry_run_writes_the_batch_file_and_submits_nothing(tmp_path: Path):
 def test_a_run_that_does_not_fit_its_nodes_is_refused_before_it_is_submitted(tmp_path: Path):
     done = run(
         *("experiment=fake", "cluster=slurm", "cluster.slurm.gpus_per_node=1", "cluster.slurm.inference={nodes: 1}"),
+        "cluster.device=gpu",
         *("cluster.inference_num_workers=2", "cluster.trainer_num_workers=1", f"run_dir={tmp_path}/run"),
     )
     assert done.returncode == 1
@@ -303,7 +304,7 @@ def test_jobs_that_were_accepted_before_a_refusal_are_told(tmp_path: Path):
 
 
 def test_a_point_whose_directory_could_not_be_made_is_not_called_submitted(tmp_path: Path):
-    in_the_way = tmp_path / "sweep" / "001_seed=0,partition=b" / "something"
+    in_the_way = tmp_path / "sweep" / "001_seed-0_partition-b" / "something"
     in_the_way.mkdir(parents=True)
     done = run(*SWEEP, f"run_dir={tmp_path}/sweep", PATH=slurm_that_accepts_once(tmp_path / "bin"))
     assert done.returncode == 1, done.stderr
@@ -475,7 +476,7 @@ def test_a_sweep_in_slurm_gets_its_table_from_its_list(tmp_path: Path, capsys: p
         PATH=slurm_that_accepts_once(tmp_path / "bin"),
     )
     assert done.returncode == 0, done.stderr
-    ended = RunDirectory(tmp_path / "s" / "000_seed=0")
+    ended = RunDirectory(tmp_path / "s" / "000_seed-0")
     ended.exit_json.write_text('{"exit_code": 0}')
     ended.summary_json.write_text('{"reward_policy_last": 0.75, "exit_reason": "done"}')
     assert runs.main(["list", str(tmp_path / "s")]) == 0
@@ -497,7 +498,7 @@ def test_a_ctrl_c_while_sbatch_is_called_tells_the_job_that_it_has_queued(tmp_pa
     assert done.returncode == 130, done.stderr
     assert "2 jobs were submitted before: 12_0, 12_1 (`scancel 12_0 12_1` takes back what is not wanted)." in done.stderr
     names = sorted(one.name for one in (tmp_path / "sweep").iterdir() if one.is_dir())
-    assert names == ["000_seed=0,partition=a", "002_seed=1,partition=a", "slurm"]
+    assert names == ["000_seed-0_partition-a", "002_seed-1_partition-a", "slurm"]
     told = told_of(tmp_path / "sweep")
     assert [told[0], told[2]] == [("12_0", None, "submitted"), ("12_1", None, "submitted")]
     assert [told[1], told[3]] == [("", 1, "not submitted"), ("", 1, "not submitted")]
@@ -520,10 +521,10 @@ def test_the_points_of_an_array_are_named_by_what_was_swept_and_a_job_alone_too(
     scontrol.chmod(0o700)
     done = run("-m", "experiment=fake", "cluster=slurm", "seed=0,1", f"run_dir={tmp_path}/s", PATH=path)
     assert done.returncode == 0, done.stderr
-    point = RunDirectory(tmp_path / "s" / "001_seed=1")
+    point = RunDirectory(tmp_path / "s" / "001_seed-1")
     array = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
     attempted(point, PATH=path, **array)
-    assert (tmp_path / "asked").read_text().splitlines()[0] == "update JobId=12_1 JobName=001_seed=1"
+    assert (tmp_path / "asked").read_text().splitlines()[0] == "update JobId=12_1 JobName=001_seed-1"
     lonely = ("cluster.slurm.partition=a,b", "cluster.dry_run=true", f"run_dir={tmp_path}/t")
     assert run("-m", "experiment=fake", "cluster=slurm", *lonely).returncode == 0
-    assert "#SBATCH --job-name=001_partition=b" in (tmp_path / "t/slurm/submission.sh").read_text().splitlines()
+    assert "#SBATCH --job-name=001_partition-b" in (tmp_path / "t/slurm/submission.sh").read_text().splitlines()
