@@ -15,6 +15,7 @@ from pathlib import Path
 
 from telescope._launch.process_plan import PlanError, describe_shared_gpus
 from telescope._launch.slurm.submit import SubmitRefused, refuse_submission
+from telescope.cli.command_line import parse_all
 from telescope.cli.start import find_obstacles, make_plan_here
 from telescope.compose.load import Point, UsageError, load_points, places_for
 from telescope.compose.sweeper import has_sweeper
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-cd", "--config-dir", help="a folder with your own presets")
     parser.add_argument("-m", "--multirun", action="store_true", help="overrides may have several values")
     parser.add_argument("overrides", nargs="*", help="as for telescope.run")
-    asked = parser.parse_intermixed_args(list(arguments))
+    asked = parse_all(parser, arguments)
     if asked.multirun and has_sweeper(asked.overrides):
         sys.stderr.write(
             "telescope check: hydra/sweeper chooses its points while the sweep goes on: check one of them, without -m and "

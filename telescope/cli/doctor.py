@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from telescope.cli.arguments import from_one
+from telescope.cli.command_line import parse_all
 
 if TYPE_CHECKING:
     from telescope.backends.base import TrainShard
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         *("-t", "--temperature"), type=float, action="append", default=[], help="instead of the run's; logprobs takes several"
     )
     parser.add_argument("overrides", nargs="*", help="as for telescope.run, e.g. model=qwen3-0.6b rollout.temperature=0.7")
-    asked = parser.parse_intermixed_args(list(arguments))
+    asked = parse_all(parser, arguments)
     from telescope.compose.load import UsageError, load_points, places_for
     from telescope.config.words import ConfigError
 

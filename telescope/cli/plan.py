@@ -15,6 +15,7 @@ from pathlib import Path
 
 from telescope._launch.process_plan import LaunchPlan, PlanError, describe_shared_gpus, make_plan
 from telescope._launch.this_host import inspect_this_host
+from telescope.cli.command_line import parse_all
 from telescope.compose.load import UsageError, load_points, places_for
 from telescope.config.run import RunConfig
 from telescope.config.words import ConfigError
@@ -70,7 +71,7 @@ OK, CONFIG_ERROR, USAGE = 0, 1, 2
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0; 1 where the run would be refused, 2 for a command line that cannot be read."""
-    asked = _parser().parse_intermixed_args(list(arguments))
+    asked = parse_all(_parser(), arguments)
     try:
         (point,) = load_points(asked.overrides, places_for(asked.config_dir), os.environ)
         if point.config is None or point.problems:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from telescope._launch.unblocked_output import unblock_output
+from telescope.cli.command_line import parse_all
 from telescope.cli.start import (
     CONFIG_ERROR,
     OK,
@@ -66,7 +67,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--objective")
     parser.add_argument("--new-key", metavar="FILE")
     parser.add_argument("overrides", nargs="*")
-    parsed = parser.parse_intermixed_args(list(arguments))
+    parsed = parse_all(parser, arguments)
     if parsed.resolve and parsed.cfg != "job":
         parser.error("--resolve goes with --cfg job")
     if parsed.cfg and parsed.info:

@@ -153,7 +153,7 @@ def test_all_mistakes_are_on_stderr_and_nothing_is_started(telescope, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["algorithm=["], ["--nonsense"], ["seed=1,2"], ["--config-dir", "nowhere"], ["--resolve"]),
+        *(["algorithm=["], ["--nonsense"], ["seed=1,2"], ["--config-dir", "nowhere"], ["--resolve"], ["--seed=3"]),
         *(["--cfg", "hydra", "--resolve"], ["--package", "trainer"], ["--cfg", "job", "--package", "trainr"]),
         *(["--info", "nothing"], ["--info", "defaults", "-m", "seed=1,2"], ["hydra/launcher=submitit_slurm"]),
     ],
