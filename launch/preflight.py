@@ -6,6 +6,7 @@ to guess: of hosts other than this one only what the plan says is judged, and wh
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from telescope.config.run import RunConfig
 
 
+LOOPBACK_S = 2.0
 CHECKED_BY_PROCESS = ("weight_sync.transport", "inference.quantization")
 """Settings of which their own process has a sentence."""
 
@@ -30,6 +32,7 @@ CHECKED_BY_PROCESS = ("weight_sync.transport", "inference.quantization")
 def find_obstacles(config: RunConfig, plan: LaunchPlan, *, elsewhere: bool = False) -> list[str]:
     """Sentences with the remedy, each that of the process which would say it. `elsewhere`: its hosts are not this one alone."""
     return [
+        *(() if elsewhere else _check_loopback(plan)),
         *_check_variables(config),
         *_check_weights(config, plan),
         *filter(None, (unserved(config, plan.device),)),
@@ -50,6 +53,20 @@ def _check_variables(config: RunConfig) -> Iterator[str]:
         yield (
             f"the environment variable {name} is not set on this host, but a setting refers to it (${{oc.env:{name}}}): set it "
             "where the run is started (docs/security.md)"
+        )
+
+
+def _check_loopback(plan: LaunchPlan) -> Iterator[str]:
+    """Processes of one host talk over its own address, which a container or a namespace without a network has not."""
+    if len(plan.hosts) > 1:
+        return
+    try:
+        with socket.create_server((plan.head_address, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=LOOPBACK_S).close()
+    except OSError as error:
+        yield (
+            f"{plan.head_address}, over which the processes of a run talk, can't be reached on this host "
+            f"({error.strerror or error}): set up its loopback, e.g. `ip link set lo up`"
         )
 
 

@@ -158,8 +158,16 @@ def check_files(name: str, folder: Path) -> None:
 
 
 def check_weights(name: str, folder: Path) -> None:
-    """Raise `ModelBroken` where a safetensors file is missing, unreadable or cut off. Reads headers and sizes only."""
-    for file in weight_files(name, folder):
+    """Raise `ModelBroken` where a safetensors file is missing, unreadable or cut off, and where the folder has others beside
+    its model: servers would load them over it, and the trainer would not. Reads headers and sizes only."""
+    files = weight_files(name, folder)
+    whole = folder / "model.safetensors"
+    if whole in files and len(files) > 1:
+        other = next(file for file in files if file != whole)
+        raise ModelBroken(
+            f"model.name={name}: {other} lies beside {whole.name}, and a server would load both: move it out of the folder"
+        )
+    for file in files:
         _check_safetensors(name, file)
 
 
@@ -221,9 +229,11 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     The tokenizer's own end-of-sequence token is not looked up here.
     """
     for file in (folder / "generation_config.json", folder / "config.json"):
-        given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-        if given is not None:
-            return tuple(given) if isinstance(given, list) else (given,)
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        for part in (found, found.get("text_config") or {}):  # a model of several modalities keeps it with its language model
+            given = part.get("eos_token_id")
+            if given is not None:
+                return tuple(given) if isinstance(given, list) else (given,)
     return ()
 
 

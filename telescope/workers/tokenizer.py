@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from telescope.config.models import end_ids
 from telescope.config.sections import ModelSettings
 from telescope.environments.template import ChatTemplate
 
@@ -79,14 +80,11 @@ def find_known_class(folder: Path) -> str | None:
 
 
 def _find_eos_ids(own: int, folder: Path) -> list[int]:
-    """The tokenizer's end token first, then those of the generation config, which vLLM stops at as well."""
+    """The tokenizer's end token first, then those that servers stop at as well."""
     try:
-        listed = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
-    except FileNotFoundError:  # many models have none
-        listed = None
-    except ValueError as error:
-        raise TokenizerError(f"{folder / 'generation_config.json'} is not JSON ({error}): mend or remove it") from error
-    more = [listed] if isinstance(listed, int) else list(listed or [])
+        more = end_ids(folder)
+    except (ValueError, AttributeError) as error:
+        raise TokenizerError(f"the end tokens of {folder} can't be read ({error}): mend its generation_config.json") from error
     return list(dict.fromkeys([own, *more]))
 
 

@@ -45,3 +45,14 @@ def test_a_shard_that_the_index_lists_and_nobody_has_is_named(folder: Path) -> N
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "part-2.safetensors"}}))
     with pytest.raises(ModelBroken, match=r"the weights in .*part-2\.safetensors can't be read"):
         check_weights("mine", folder)
+
+
+@pytest.mark.parametrize("other", ["zz_old.safetensors", "adapter_model.safetensors"])
+def test_weights_beside_the_models_own_are_refused_by_name(folder: Path, other: str) -> None:
+    """A server loaded them over the model's, and the trainer did not."""
+    shutil.copy(folder / "model.safetensors", folder / other)
+    with pytest.raises(ModelBroken, match=rf"{other} lies beside model\.safetensors, and a server would load both: move it"):
+        check_weights("mine", folder)
+    index = {"weight_map": {"w": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_weights("mine", folder)  # with an index both take what it lists

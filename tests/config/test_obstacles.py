@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,16 @@ def test_check_tells_of_a_directory_that_a_run_would_not_take(tmp_path: Path, ca
 def test_check_says_that_a_sweepers_points_are_not_known_yet(capsys):
     assert check.main(["-m", "hydra/sweeper=optuna", "seed=1,2"]) == 2
     assert "hydra/sweeper chooses its points while the sweep goes on" in capsys.readouterr().err
+
+
+def test_a_host_that_does_not_reach_itself_is_refused_at_once(monkeypatch):
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(attention_choice, "installed", lambda: frozenset())
+    config = config_of("inference=fake", "backend=fake")
+    plan = make_plan(config, (CPU,))
+    assert find_obstacles(config, plan) == []
+    monkeypatch.setattr("telescope._launch.preflight.socket.create_connection", unreachable)
+    (sentence,) = find_obstacles(config, plan)
+    assert sentence.startswith("127.0.0.1, over which the processes of a run talk, can't be reached on this host (Network is")

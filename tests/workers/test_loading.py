@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from telescope.config.models import EMBEDDED, end_ids
 from telescope.config.run import RunConfig
 from telescope.config.sections import EnvironmentEntry, ModelSettings
 from telescope.environments.base import LazyPrompts, Prompt, SingleTurn
@@ -143,8 +145,6 @@ def test_turns_that_the_template_refuses_are_refused_at_load(tmp_path: Path, tem
 def test_tokenizers_that_cannot_be_used_name_the_setting(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"model\.name=mine: its tokenizer can't be loaded"):
         load_template(ModelSettings(name="mine"), tmp_path)
-    from telescope.config.models import EMBEDDED
-
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -172,26 +172,20 @@ def test_a_template_that_wants_another_dialogue_than_one_question_is_no_deaf_one
 
 
 def test_a_tokenizer_whose_files_are_missing_is_refused(tmp_path: Path) -> None:
-    from telescope.config.models import EMBEDDED
-
     (tmp_path / "config.json").write_bytes((EMBEDDED / "tiny" / "config.json").read_bytes())
     with pytest.raises(TokenizerError, match=r"model\.name=mine: (its tokenizer can't be loaded|.* has no tokenizer files)"):
         load_template(ModelSettings(name="mine", chat_template="{{ messages[0].content }}"), tmp_path)
 
 
 def test_a_generation_config_that_is_no_json_is_named(tmp_path: Path) -> None:
-    from telescope.config.models import EMBEDDED
-
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((EMBEDDED / "tiny" / name).read_bytes())
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(TokenizerError, match=r"generation_config\.json is not JSON"):
+    with pytest.raises(TokenizerError, match=r"the end tokens of .* can't be read .*generation_config\.json"):
         load_template(ModelSettings(name="mine", chat_template="{{ messages[0].content }}"), tmp_path)
 
 
 def test_all_end_tokens_of_the_generation_config_end_an_answer(tmp_path: Path) -> None:
-    from telescope.config.models import EMBEDDED
-
     for file in (EMBEDDED / "tiny").iterdir():
         if file.suffix in (".json", ".jinja"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -210,8 +204,6 @@ def test_the_example_of_the_docs_loads_and_scores(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tokenizer_files_and_one_with_a_wrong_one_are_refused(tmp_path: Path) -> None:
-    from telescope.config.models import EMBEDDED
-
     for name in ("config.json", "chat_template.jinja"):
         (tmp_path / name).write_bytes((EMBEDDED / "tiny" / name).read_bytes())
     with pytest.raises(TokenizerError, match=rf"model\.name=mine: {tmp_path} has no tokenizer files"):
@@ -232,8 +224,6 @@ FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_templat
 
 def folder_of(tmp_path: Path, config: dict[str, object] | None = None, own: dict[str, object] | None = None) -> Path:
     """The embedded model's tokenizer, with other words in config.json and tokenizer_config.json."""
-    from telescope.config.models import EMBEDDED
-
     for name, other in zip(FILES, (config, None, own, None), strict=True):
         text = (EMBEDDED / "tiny" / name).read_text(encoding="utf-8")
         (tmp_path / name).write_text(json.dumps(json.loads(text) | other) if other else text)
@@ -280,3 +270,20 @@ def test_a_worker_loads_the_tokenizer_of_the_embedded_model_without_torch() -> N
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert said.stdout.split() == ["3", "False"]
+
+
+@pytest.mark.parametrize("where", ["generation_config.json", "config.json", "text_config"])
+def test_worker_and_servers_read_the_same_end_tokens_wherever_they_stand(tmp_path: Path, where: str) -> None:
+    """A folder without generation_config.json gave answers whose end token counted as text: half the reward was lost."""
+    folder = Path(shutil.copytree(EMBEDDED / "tiny", tmp_path / "mine"))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("eos_token_id", None)
+    told = {"eos_token_id": [1, 2]}
+    if where == "generation_config.json":
+        (folder / where).write_text(json.dumps(told))
+    (folder / "config.json").write_text(
+        json.dumps(config | (told if where == "config.json" else {"text_config": told} if where == "text_config" else {}))
+    )
+    template = load_template(ModelSettings(name=str(folder)), folder)
+    assert set(end_ids(folder)) == {1, 2} <= set(template.end_texts)
