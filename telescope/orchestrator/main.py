@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,7 +20,7 @@ from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing, redacted
 from telescope.config.sections import NEVER_STALE, CurriculumSettings
 from telescope.config.words import ConfigError
-from telescope.exit_codes import ERROR
+from telescope.exit_codes import ERROR, STOPS
 from telescope.flow import commands, events
 from telescope.flow.core import Core
 from telescope.flow.curriculum import PassRateRules
@@ -199,7 +200,10 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         opened.push_async_callback(end.close, run_log.close)
         opened.push_async_callback(end.close, summarize)
         try:
-            end.note(await _train(context, signals, begun, recorder, opened, end))
+            outcome = await _train(context, signals, begun, recorder, opened, end)
+            evidence = "" if outcome.ok or outcome.exit_code in STOPS else recorder.failure_rates.describe()
+            known = evidence.rpartition("by one cause: ")[2] in outcome.reason
+            end.note(outcome if known else replace(outcome, reason=f"{outcome.reason}; {evidence}"))
         except Interrupted as interrupted:
             end.note(RunOutcome(False, str(interrupted), 128 + interrupted.number))
         except Exception as error:  # noqa: BLE001 the run's edge

@@ -35,6 +35,7 @@ from telescope.orchestrator.cohorts import (
     pool,
     summarize,
 )
+from telescope.orchestrator.failure_rates import FailureRates
 from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout
 from telescope.orchestrator.saved_state import SummaryCounters
@@ -81,6 +82,7 @@ class Recorder:
         self._scored: Counter[str] = Counter()
         self._failed: Counter[tuple[str, str]] = Counter()
         """Since the last step: rollouts by environment, attempts without a score by environment and kind."""
+        self.failure_rates = FailureRates()
         self._sampled_before = 0
         """Sampled tokens until the last step."""
         self._put_off: deque[tuple[Rollout, Callable[[], None]]] = deque()
@@ -180,6 +182,7 @@ class Recorder:
         if rollout.taken:
             label = rollout.order.prompt.environment
             self._scored[label] += 1
+            self._warn_of_failures(label, self.failure_rates.note_score(label))
             score = Score.of(label, rollout.result, self.rewards.normalise(label, rollout.result.reward))
             self._cohorts.add(rollout.order.group_id, rollout.order.rollout_id, score)
             if sentence := self.rewards.note(label, rollout.result.reward):
@@ -194,9 +197,16 @@ class Recorder:
     def record_failure(self, rollout: Rollout, cause: str, kind: FailureKind) -> None:
         row = {**make_order_row(rollout.order), "status": "cancelled", "cause": cause, "worker": rollout.worker}
         if not rollout.cancelled:
-            self._failed[rollout.order.prompt.environment, kind] += 1
+            label = rollout.order.prompt.environment
+            self._failed[label, kind] += 1
+            self._warn_of_failures(label, self.failure_rates.note_failure(label, cause))
             row |= {"status": "error", "failure": kind}
         self._log.append("rollouts", row)
+
+    def _warn_of_failures(self, label: str, sentence: str) -> None:
+        if sentence:
+            log.warning("%s", sentence)
+            self.alert("warning", f"environments.{label}", sentence)
 
     def record_group(self, command: commands.RecordGroupState) -> None:
         self._cohorts.note_group(command.group_id, command.state, command.reason, command.version)

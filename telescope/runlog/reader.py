@@ -55,10 +55,11 @@ def _block_rows(block: Path, stream: str) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     nested = [name for name, kind in {**COMMON, **STREAMS[stream].columns}.items() if kind == "json"]
-    with open_file(block) as file:
+    with open_file(block):  # an ordinary file
         try:
-            # from memory and in this thread: Arrow's threads, at work on a file of Python's, may abort or hang its end
-            found = pq.read_table(pa.BufferReader(file.read()), use_threads=False, pre_buffer=False).to_pylist()
+            # its own file and this thread: Arrow's threads, at work on a file of Python's, may abort or hang the program's end
+            with pa.OSFile(str(block)) as file:
+                found = pq.read_table(file, use_threads=False, pre_buffer=False).to_pylist()
             for row in found:
                 row.update((name, orjson.loads(row[name])) for name in nested if row.get(name) is not None)
                 int(row["seq"])

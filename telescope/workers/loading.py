@@ -138,8 +138,12 @@ def describe(error: BaseException) -> str:
 
 
 def find_users_line(error: BaseException | None) -> str:
-    """`my_task.py line 41`: the last line of a user's file that it came through, else of a file of ours; else empty."""
-    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    """`my_task.py line 41`: the last line of a user's file that it, or what caused it, came through, else of a file of ours;
+    else empty."""
+    frames: list[traceback.FrameSummary] = []
+    while error is not None:
+        frames += traceback.extract_tb(error.__traceback__)
+        error = error.__cause__
     own = [frame for frame in frames if _is_users(Path(frame.filename))]
     own = [frame for frame in own if not Path(frame.filename).is_relative_to(PACKAGE)] or own
     return f"{own[-1].filename} line {own[-1].lineno}" if own else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -75,3 +76,32 @@ def test_a_reward_function_that_raises_for_2_of_8_samples_costs_2_samples(start:
     for row in run.rows("policy"):
         assert row["metrics"]["tag/bad_call"] == 2 / 12
         assert row["metrics"]["reward/policy/unfinished"] == row["metrics"]["reward/policy/rollouts"] / 3
+
+
+TENTH = """
+from telescope.environments.base import Prompt, Reward, SingleTurn
+
+class Tenth(SingleTurn):
+    splits = ("train",)
+
+    def prompts(self, split):
+        return [Prompt(({"role": "user", "content": f"use {n} 2 3 make 9"},), answer=str(n)) for n in range(1, 400)]
+
+    def reward(self, prompt, answer):
+        if len(answer) % 5 == 0:
+            raise KeyError("gold")
+        return Reward(float(len(answer)))
+"""
+
+
+def test_a_reward_that_raises_now_and_then_is_told_while_it_happens(start: Start, tmp_path: Path) -> None:
+    home = tmp_path / "mine" / "plugins" / "environments"
+    home.mkdir(parents=True)
+    (home / "tenth.py").write_text(TENTH)
+    run = start("--config-dir", str(tmp_path / "mine"), "experiment=fake", "env=[tenth]", "number_of_steps=20")
+    assert run.wait() == 0, run.said()
+    told = [row["message"] for row in run.rows("alerts") if row["source"] == "environments.tenth"]
+    assert told, run.said()
+    assert "rollouts of environments.tenth got no score (" in told[0]
+    assert re.search(r"KeyError: 'gold' \(.*tenth\.py line 12\)$", told[0]), told[0]
+    assert "rollouts of environments.tenth got no score (" in run.said()

@@ -327,5 +327,5 @@ def test_blocks_are_read_without_arrows_own_threads(run: RunDirectory, monkeypat
     monkeypatch.setattr(parquet, "read_table", lambda source, **how: asked.append((source, how)) or read_table(source, **how))
     assert len(rows(run, "step_metrics")) == 1
     ((source, how),) = asked
-    assert isinstance(source, pyarrow.BufferReader)
+    assert isinstance(source, pyarrow.OSFile)
     assert how == {"use_threads": False, "pre_buffer": False}

@@ -1,0 +1,76 @@
+"""How often rollouts end without a score, for each environment: said while it happens, and once more when a run fails.
+
+A streak says nothing of a reward function that raises on every tenth answer, so rates are watched. Pure: writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+WINDOW = 100
+"""Attempts of an environment between two looks."""
+ALARMING = 0.05
+EVIDENT = 0.1
+"""Shares of attempts without a score: of a window that is told of, and of a run whose end tells of them."""
+CAUSE_CHARACTERS = 300
+
+
+@dataclass
+class FailureRates:
+    """`scored`, `failed`: of the window under way and of the whole run, by environment; `failed` by cause too."""
+
+    _window: dict[str, tuple[int, Counter[str]]] = field(default_factory=dict)
+    _scored: Counter[str] = field(default_factory=Counter)
+    _failed: dict[str, Counter[str]] = field(default_factory=dict)
+    _told: dict[str, float] = field(default_factory=dict)
+    """The rate that was last told of each environment; it is told again once it has doubled, or been low meanwhile."""
+
+    def note_score(self, label: str) -> str:
+        """A rollout of the environment was scored. A sentence where a window ends with too many that were not, else empty."""
+        self._scored[label] += 1
+        scored, failed = self._window.get(label, (0, Counter()))
+        return self._look(label, scored + 1, failed)
+
+    def note_failure(self, label: str, cause: str) -> str:
+        """An attempt ended without a score. The same sentence."""
+        cause = " ".join(cause.split())[:CAUSE_CHARACTERS]
+        self._failed.setdefault(label, Counter())[cause] += 1
+        scored, failed = self._window.get(label, (0, Counter()))
+        failed[cause] += 1
+        return self._look(label, scored, failed)
+
+    def describe(self) -> str:
+        """What a run that fails should be told with: the environment with most failures and its commonest cause; empty where
+        failures are few."""
+        worst = max(self._failed, key=lambda label: self._failed[label].total(), default=None)
+        if worst is None:
+            return ""
+        failed = self._failed[worst]
+        total = failed.total() + self._scored[worst]
+        if failed.total() < EVIDENT * total:
+            return ""
+        return f"in all, {_describe(worst, failed, total)}"
+
+    def _look(self, label: str, scored: int, failed: Counter[str]) -> str:
+        attempts = scored + failed.total()
+        if attempts < WINDOW:
+            self._window[label] = (scored, failed)
+            return ""
+        self._window[label] = (0, Counter())
+        rate = failed.total() / attempts
+        if rate < ALARMING:
+            self._told.pop(label, None)
+            return ""
+        if rate < 2 * self._told.get(label, 0.0):
+            return ""
+        self._told[label] = rate
+        return _describe(label, failed, attempts)
+
+
+def _describe(label: str, failed: Counter[str], attempts: int) -> str:
+    cause, count = failed.most_common(1)[0]
+    share = (
+        f"{failed.total():,} of {attempts:,} rollouts of environments.{label} got no score ({failed.total() / attempts:.0%})"
+    )
+    return f"{share}, {count:,} of them by one cause: {cause}"
