@@ -105,3 +105,31 @@ def test_a_reward_that_raises_now_and_then_is_told_while_it_happens(start: Start
     assert "rollouts of environments.tenth got no score (" in told[0]
     assert re.search(r"KeyError: 'gold' \(.*tenth\.py line 12\)$", told[0]), told[0]
     assert "rollouts of environments.tenth got no score (" in run.said()
+
+
+EQUAL = """
+from telescope.environments.base import Prompt, Reward, SingleTurn
+
+class Equal(SingleTurn):
+    splits = ("train",)
+
+    def prompts(self, split):
+        return [Prompt(({"role": "user", "content": f"use {n} 2 3 make 9"},), answer=str(n)) for n in range(1, 400)]
+
+    def reward(self, prompt, answer):
+        if int(prompt.answer) % 2:
+            raise KeyError("gold")
+        return Reward(0.0)
+"""
+
+
+def test_the_last_sentence_has_the_evidence_there_is(start: Start, tmp_path: Path) -> None:
+    """Half of the rewards raise, the rest are equal: that the task is too easy or too hard is not all there is to say."""
+    home = tmp_path / "mine" / "plugins" / "environments"
+    home.mkdir(parents=True)
+    (home / "equal.py").write_text(EQUAL)
+    run = start("--config-dir", str(tmp_path / "mine"), "experiment=fake", "env=[equal]", "number_of_steps=20")
+    assert run.wait() == 70, run.said()
+    reason = run.summary()["exit_reason"]
+    assert "groups in a row had equal rewards" in reason
+    assert re.search(r"; in all, [\d,]+ of [\d,]+ rollouts of environments\.equal got no score \(\d+%\), .*KeyError", reason)
