@@ -117,14 +117,14 @@ class Equal(SingleTurn):
         return [Prompt(({"role": "user", "content": f"use {n} 2 3 make 9"},), answer=str(n)) for n in range(1, 400)]
 
     def reward(self, prompt, answer):
-        if int(prompt.answer) % 2:
+        if int(prompt.answer) % 4 == 0:
             raise KeyError("gold")
         return Reward(0.0)
 """
 
 
 def test_the_last_sentence_has_the_evidence_there_is(start: Start, tmp_path: Path) -> None:
-    """Half of the rewards raise, the rest are equal: that the task is too easy or too hard is not all there is to say."""
+    """A quarter of the rewards raises, the rest are equal: that the task is too easy or too hard is not all there is to say."""
     home = tmp_path / "mine" / "plugins" / "environments"
     home.mkdir(parents=True)
     (home / "equal.py").write_text(EQUAL)
