@@ -284,7 +284,7 @@ class OtherNodes:
     def _keep_last_words(self, process: RemoteProcess, state: ProcessState, shared: bool) -> None:
         """What it wrote about its end, or about where it is, goes where the head looks for it, before the head looks."""
         badly = state.status not in (None, 0) or not state.started
-        told = badly or state.log not in ("", process.told)
+        told = badly or (state.status is None and state.log not in ("", process.told))
         if self._run is None or shared or process.ended or state.incarnation != process.incarnation or not told:
             return
         process.told = state.log
