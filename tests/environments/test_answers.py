@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from telescope.environments.base import Prompt
 from telescope.environments.chat import TokenChat
 from telescope.environments.graders.code import extract_code, read_tests
 from telescope.environments.graders.letters import find_letter
-from telescope.environments.graders.maths import Conventions, compare_exactly, extract_answer
+from telescope.environments.graders.maths import Conventions, compare_exactly, compare_symbolically, extract_answer
 from telescope.environments.parsers import Answer, Boxed, ThinkTags, find_opened
 from telescope.environments.questions.rows import NoRows
 from telescope.environments.tasks.code_generation import CodeGeneration
@@ -45,6 +46,38 @@ from tests.environments.conftest import CHATML, Script
 )  # fmt: skip
 def test_what_an_answer_means_and_not_its_letters_run_together(wanted: str, given: str, right: bool | None) -> None:
     assert compare_exactly(wanted, given) is right
+
+
+def is_right(wanted: str, given: str) -> bool:
+    known = compare_exactly(wanted, given)
+    return compare_symbolically(wanted, given) if known is None else known
+
+
+ALL = r"(-\infty,\infty)"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "right"),
+    [
+        # a letter alone is no interval, and a bound may stand before or behind a space
+        (r"\text{(B)}", ALL, False), ("x", ALL, False), ("R", rf"x \in {ALL}", False), ("k", rf"\{{{ALL}\}}", False),
+        ("[-2,7]", r"-2 \leq x \leq 7", True), (r"[-\frac12,\frac12]", r"-\frac12 \le x \le \frac12", True),
+        ("[0,1]", r"0 \le y \le 1", True), ("[-2,7)", r"-2 \leq x \leq 7", False), ("[-2,7]", r"-2 \leq x \leq 8", False),
+        (r"(-\infty,3)", "x<3", True), (r"[2,\infty)", r"x \geq 2", True),
+        # equations of two letters end
+        ("y=2x+3", "y=x", False), ("x=5", "x=y", False), ("p=q", "q=p", True), ("y=x", "x=y", True), ("y=x", "-x=y", False),
+        ("x<5", "x=y", False), ("x^2+y^2=4", "y=x", False), (r"x \neq 3", "y=x", False), ("5", "5=x", True),
+        ("6", "5=x", False),
+        # letters behind a coefficient are a product unless they are a known unit
+        ("6abc", "6", False), ("24xyz", "24", False), (r"\frac{3}{4}abc", r"\frac34", False), ("2mgh", "2", False),
+        ("-1abc", "-1", False), ("2xyz", "2zyx", True), ("6abc", "6bac", True), ("2xyz", "3zyx", False), ("5", "5xyz", False),
+        ("12ab", "12", False), ("2h", "2", False), ("4 ab", "4", False), ("5cm", "5", True), ("60km/h", "60", True),
+        ("18dollars", "18", True), ("5 apples", "5", True), ("2a/b", "2", False), ("1", "e^0", True), ("-1", "i^2", True),
+        ("5", "x + y = 5", True), ("1", r"\sin^2 x+\cos^2 x", True), ("3", "3rd", True), ("6x", "6", False),
+    ],
+)  # fmt: skip
+def test_two_answers_are_the_same_or_not_whichever_is_wanted(one: str, other: str, right: bool) -> None:
+    assert (is_right(one, other), is_right(other, one)) == (right, right)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +153,12 @@ def test_a_letter_is_found_in_every_usual_form_and_in_no_word(text: str, letter:
         ("~~~py\nx = 1\n~~~", "x = 1\n"),
         ("1. So:\n\n   ```python\n   if x:\n       y()\n   ```", "if x:\n    y()\n"),
         ("```python\ndef f(): return 1\n```\nTry:\n```python\nprint(f())\n```", "print(f())\n"),
+        ("```python\nx = 1\n```\n```python\n5 5\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\n```python\n$ python a.py\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\n```python\nfor i in range(3):\n```", "x = 1\n"),
+        ("```\nx = 1\n```\n```\n5 5\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\n```python\n    return x\n```", "    return x\n"),
+        ("```python\nfor i in range(3):\n```", "for i in range(3):\n"),
         ("Use `print(1)` for that.", ""),
         ("```js\nf()\n```", ""),
     ],
@@ -173,6 +212,16 @@ TESTS: list[tuple[Any, str, str]] = [
 def test_tests_that_no_program_can_pass_are_refused(tests: Any, entry_point: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read_tests(tests, entry_point)
+
+
+def test_tests_are_checked_where_rows_are_loaded_and_not_again_for_each_answer() -> None:
+    large = {"fn_name": "f", "inputs": [[list(range(100_000))]], "outputs": [list(range(100_000))]}
+    assert read_tests(large, check=False) == read_tests(large)
+    assert len(read_tests(["assert f(2) ="], check=False)) == 1
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        read_tests(['assert "\\d"'], check=False)
+    assert not said
 
 
 def test_a_row_that_can_never_be_passed_is_refused_with_its_number_and_line(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ _WORD = re.compile(r"[^\W\d_]+(?:[ '’-][^\W\d_]+)*")
 _UNEQUAL = re.compile(r"(?:\\ne(?![a-zA-Z])|!=|\\not)")
 _UNITED = re.compile(r"\\(?:cup|cap|setminus|mathbb)(?![a-zA-Z])")
 _IN_WORDS = re.compile(r"\s*\$?\\text(?:bf|it|rm)?\{\s*[a-zA-Z]{2,}\s*\}\$?\s*")
-_TURNED = re.compile(r"([^=<>]+)=(\\?[a-zA-Z])")
+_TURNED = re.compile(r"(?!\\?[a-zA-Z]=)([^=<>]+)=(\\?[a-zA-Z])")  # what names nothing yet: `5=x`, not `y=x`
 _PARTED = re.compile(r"\d+(?: \d+)+")
 _PRODUCT = re.compile(r"[a-df-hj-np-z]{1,3}")  # letters that are often variables; the rest make words
 _NAMED = re.compile(r"(?:option|choice|answer) ", re.IGNORECASE)
@@ -43,6 +43,13 @@ _NAME = (
 _ASSIGNED = re.compile(rf"{_NAME} ?(?:=|\\in(?![a-zA-Z])|\\approx(?![a-zA-Z]))|\\approx(?![a-zA-Z])|=")
 _EXPONENT = re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\w.])")
 _STATED = re.compile(r"[<>=]|\\[lg]e(?![a-zA-Z])|\\in(?![a-zA-Z])|\\ne(?![a-zA-Z])")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_LETTERS = re.compile(r"[^\W\d_]+")
+_CONSTANT = re.compile(r"e|i|E|pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|abs|max|min|mod|arcsin|arccos|arctan")
+_VANISHING = re.compile(  # where letters may cancel, or are bound; and ordinals
+    r"\\(?:sum|prod|int|lim|begin|binom|a?r?c?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|exp)(?![a-zA-Z])|\\frac\{[^{}]*[a-zA-Z]"
+    r"|(?<=[^ ])[-+/]|^\d+ ?(?:st|nd|rd|th)$"
+)
 _DIGITS = 40  # of numbers that are compared as such
 _Leaf = Callable[[str, str], bool | None]
 
@@ -79,7 +86,10 @@ def _compare_texts(wanted: str, given: str, equality: _Equality) -> bool | None:
     one, other = tidy(wanted), tidy(given)
     if (_IN_WORDS.fullmatch(wanted) or _IN_WORDS.fullmatch(given)) and _WORD.fullmatch(one) and _WORD.fullmatch(other):
         return squeeze(one) == squeeze(other)
-    return equality.compare(one, other)
+    try:
+        return equality.compare(one, other)
+    except RecursionError:  # too deep to be anybody's right answer
+        return False
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -119,6 +129,8 @@ class _Equality:
         if named != (one, other):
             return self.compare(*named)
         turned = turn_round(one), turn_round(other)
+        if _names_more(one, other) or _names_more(other, one):
+            return False
         return squeeze(turned[0]) == squeeze(turned[1]) or self.leaf(*turned)
 
     def _compare_items(self, left: Items, right: Items) -> bool | None:
@@ -160,6 +172,14 @@ def _drop_names(one: str, other: str) -> tuple[str, str]:
     elif names[1] is not None and names[0] is None and not _STATED.search(one):
         other = _take_value(other, names[1])
     return _NAMED.sub("", one, 1), _NAMED.sub("", other, 1)
+
+
+def _names_more(text: str, number: str) -> bool:
+    """Whether the text is a product with letters that are no constants, and the other a mere number. math-verify takes such
+    letters for units."""
+    if parse_number(number) is None or _VANISHING.search(text):
+        return False
+    return any(not _CONSTANT.fullmatch(run) for run in _LETTERS.findall(_COMMAND.sub(" ", text.rpartition("=")[2])))
 
 
 def _take_value(text: str, name: re.Match[str]) -> str:

@@ -67,6 +67,7 @@ _UNIT_NAMES = {
     }.items()
     for name in names.split()
 }  # fmt: skip
+_TIGHT = ("m/s", "g/l")  # that need no space before them, though a letter begins them
 _POWERS = (("square ", "^2"), ("sq ", "^2"), ("sq. ", "^2"), ("cubic ", "^3"))
 
 
@@ -185,6 +186,8 @@ def _read_unit(text: str, spaced: bool) -> str | None:
             name = name.removeprefix(spelled) + power
     stem, caret, power = name.partition("^")
     known = stem in _UNIT_NAMES or stem in _SHORT_UNITS or "°" in stem or stem in "€£¥$"
+    if not spaced and not known and not _begins_as_unit(stem):
+        return None
     if not known and any(len(part) < 2 and not (part in _SHORT_UNITS or spaced) for part in re.split(r"[ /]", stem)):
         return None
     if (
@@ -196,3 +199,9 @@ def _read_unit(text: str, spaced: bool) -> str | None:
     short = "/".join(_UNIT_NAMES.get(part.strip(), part.strip()) for part in stem.replace(" per ", "/").split("/"))
     short = short[:-1] if len(short) > 3 and short.endswith("s") and not short.endswith("ss") else short
     return short + caret + power.strip("{}")
+
+
+def _begins_as_unit(stem: str) -> bool:
+    """Of what stands right behind a number: whether it begins with a known name. `6abc` is a product."""
+    first = re.split(r"[ /]", stem, maxsplit=1)[0]
+    return stem in _TIGHT or (len(first) > 1 and (first in _UNIT_NAMES or first in _SHORT_UNITS or first in _SIZES))
