@@ -74,6 +74,20 @@ ALL = r"(-\infty,\infty)"
         ("12ab", "12", False), ("2h", "2", False), ("4 ab", "4", False), ("5cm", "5", True), ("60km/h", "60", True),
         ("18dollars", "18", True), ("5 apples", "5", True), ("2a/b", "2", False), ("1", "e^0", True), ("-1", "i^2", True),
         ("5", "x + y = 5", True), ("1", r"\sin^2 x+\cos^2 x", True), ("3", "3rd", True), ("6x", "6", False),
+        # a unit behind an irrational number
+        (r"12\pi", r"12\pi\text{ cm}^2", True), (r"12\pi", r"12\pi\text{ cm}^3", True),
+        (r"12\pi", r"12\pi\,\mathrm{cm}^2", True),
+        (r"12\pi", r"12\pi\text{ in}^2", True), (r"12\pi", r"12\pi\text{ km/h}", True), (r"12\pi", r"12\pi\text{ m}", True),
+        (r"15\sqrt3", r"$15\sqrt3$ square centimeters", True), (r"15\sqrt3\text{ cm}^2", r"15\sqrt{3}\text{ cm}^{2}", True),
+        (r"12\pi\text{ cm}", r"12\pi\text{ m}", False), (r"12\pi\text{ cm}^2", r"12\pi\text{ cm}", False),
+        (r"12\pi", r"13\pi\text{ cm}^2", False), (r"12\pi h", r"12\pi", False), (r"12\pi", r"A = 12\pi\text{ units}", True),
+        ("12", r"12\pi\text{ cm}^2", False), (r"12\pi x\text{ cm}", r"12\pi", False),
+        # "about" behind a number is a second answer
+        (r"3 \approx 4", "4", False), (r"3 \approx 4", "3", False), (r"5 \approx 6", "x=5", False),
+        (r"5 \approx 6", "6", False), (r"x \approx 5", "5", True), (r"\approx 17", "17", True),
+        # words of number and operation are no units
+        ("5", "5 plus six", False), ("5", "5 times two", False), ("5", "5 over two", False), ("5", "5 halves", False),
+        ("5", "5 squared", False), ("5", "5 times", True), ("5", "5 overtimes", True),
     ],
 )  # fmt: skip
 def test_two_answers_are_the_same_or_not_whichever_is_wanted(one: str, other: str, right: bool) -> None:

@@ -22,7 +22,7 @@ from telescope.environments.graders.extraction import extract_golden as extract_
 from telescope.environments.graders.notation import Items, find_interval, split_items, squeeze, turn_round
 from telescope.environments.graders.notation import tidy as tidy
 from telescope.environments.graders.quantities import PercentReading as PercentReading
-from telescope.environments.graders.quantities import compare_quantities, parse_quantity
+from telescope.environments.graders.quantities import compare_quantities, parse_quantity, take_unit
 
 _PLAIN = re.compile(r"-?[0-9]{1,18}")
 _PLAIN_DECIMAL = re.compile(r"-?(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,6}|[0-9]{1,18})(?:\.[0-9]{1,18})?")
@@ -43,6 +43,7 @@ _NAME = (
 _ASSIGNED = re.compile(rf"{_NAME} ?(?:=|\\in(?![a-zA-Z])|\\approx(?![a-zA-Z]))|\\approx(?![a-zA-Z])|=")
 _EXPONENT = re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\w.])")
 _STATED = re.compile(r"[<>=]|\\[lg]e(?![a-zA-Z])|\\in(?![a-zA-Z])|\\ne(?![a-zA-Z])")
+_IRRATIONAL = re.compile(r"\\(?:pi|sqrt)(?![a-zA-Z])|[π√]")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _LETTERS = re.compile(r"[^\W\d_]+")
 _CONSTANT = re.compile(r"e|i|E|pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|abs|max|min|mod|arcsin|arccos|arctan")
@@ -83,6 +84,9 @@ def compare_symbolically(wanted: str, given: str, percent: PercentReading = "eit
 
 
 def _compare_texts(wanted: str, given: str, equality: _Equality) -> bool | None:
+    (wanted, first), (given, second) = _part_unit(wanted), _part_unit(given)
+    if first and second and first != second and "unit" not in (first[:4], second[:4]):
+        return False
     one, other = tidy(wanted), tidy(given)
     if (_IN_WORDS.fullmatch(wanted) or _IN_WORDS.fullmatch(given)) and _WORD.fullmatch(one) and _WORD.fullmatch(other):
         return squeeze(one) == squeeze(other)
@@ -90,6 +94,15 @@ def _compare_texts(wanted: str, given: str, equality: _Equality) -> bool | None:
         return equality.compare(one, other)
     except RecursionError:  # too deep to be anybody's right answer
         return False
+
+
+def _part_unit(answer: str) -> tuple[str, str]:
+    """An irrational number without the unit behind it, and that; anything else stays whole: parse_quantity reads it."""
+    before, unit = take_unit(answer)
+    value = before.rpartition("=")[2]
+    if not unit or not _IRRATIONAL.search(value) or _find_letters(value):
+        return answer, ""
+    return before, unit
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -116,7 +129,7 @@ class _Equality:
             return compare_quantities(first, second, self.conventions.percent, self.conventions.tolerance)
         if (known := _compare_words(one, other)) is not None:
             return known
-        left, right = split_items(one), split_items(other)
+        left, right = _split_answer(one), _split_answer(other)
         if not (len(left.items) == len(right.items) == 1):
             if len(left.items) == 1 or len(right.items) == 1:
                 shorter = _drop_names(one, other)
@@ -157,6 +170,14 @@ class _Equality:
         return None if doubtful else True
 
 
+def _split_answer(text: str) -> Items:
+    r"""`3 \approx 4` is two answers, `x \approx 4` one."""
+    near, sign, value = text.partition("\\approx")
+    if sign and value.strip() and parse_quantity(near.strip()) is not None:
+        return Items("", "", (near.strip(), value.strip()))
+    return split_items(text)
+
+
 def _meet(text: str, own: Items, other: Items) -> Items:
     """An inequality as an interval, where the other side is one."""
     interval = find_interval(text) if len(own.items) == 1 and other.opening in ("(", "[") else None
@@ -177,9 +198,15 @@ def _drop_names(one: str, other: str) -> tuple[str, str]:
 def _names_more(text: str, number: str) -> bool:
     """Whether the text is a product with letters that are no constants, and the other a mere number. math-verify takes such
     letters for units."""
-    if parse_number(number) is None or _VANISHING.search(text):
+    irrational = _IRRATIONAL.search(number) and not _find_letters(number) and not _STATED.search(number)
+    if _VANISHING.search(text) or (parse_number(number) is None and not irrational):
         return False
-    return any(not _CONSTANT.fullmatch(run) for run in _LETTERS.findall(_COMMAND.sub(" ", text.rpartition("=")[2])))
+    return any(not _CONSTANT.fullmatch(run) for run in _find_letters(text.rpartition("=")[2]))
+
+
+def _find_letters(text: str) -> list[str]:
+    """Runs of letters that are no command."""
+    return _LETTERS.findall(_COMMAND.sub(" ", text.replace("π", "")))
 
 
 def _take_value(text: str, name: re.Match[str]) -> str:
