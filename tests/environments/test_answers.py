@@ -151,6 +151,11 @@ def test_a_box_is_written_in_several_ways(text: str, found: str | None) -> None:
         ("**Answer:** C", "C"),
         ("The answer is option C.", "C"), (r"\boxed{Option C}", "C"), ("ANSWER: C", "C"), ("The answer is (C).", "C"),
         ("Answer: C\n\nA and B are wrong.", "C"), ("A and B", None), ("The answer is not B.", None), ("A cat sat.", None),
+        (r"\boxed{A. B. C. D.}", None), (r"\boxed{(A)(B)}", None), ("Answer: A+B", None), ("A and/or B", None),
+        ("A (or B)", None), ("A B C D", None), ("Either A or B is correct.", None), ("The answer is A and B.", None),
+        ("The answer is A, and B is wrong.", "A"), ("The answer is A, B and C are wrong.", "A"), (r"\boxed{A. B cells}", "A"),
+        ("The answer is A. B, C and D are not.", "A"), ("A is wrong, and B is correct.", "B"),
+        ("The answer is A, and B is right too.", None),
         ("Answer: Because of that.", None), (r"\boxed{AB}", None), ("(A) is false. So (D) is the answer.", "D"),
     ],
 )  # fmt: skip
