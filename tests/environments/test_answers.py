@@ -125,6 +125,12 @@ def test_a_setting_says_how_far_a_rounded_number_may_be_off_and_whole_ones_never
         ("Final Answer: The final answer is $3$. I hope it is correct.", "3"), ("The final answer is:\n\n$$18$$", "18"),
         (r"So we get $\frac{1}{2}$.", r"\frac{1}{2}"), ("Therefore $x > 5$ is the solution.", "x > 5"), ("It is .5", ".5"),
         ("The point is (1, 2).", "(1, 2)"), ("The answer is not 42, but 43.", "43"), ("It cannot be 42.", None),
+        ("The answer is $18$ (or $19$).", "18 or 19"), ("**5** or **6**", "5 or 6"), ("5. Or 6.", "5 or 6"),
+        ("The answer is $18$, but also $19$.", "18 or 19"), ("$18$, but also $19$", "18 or 19"), ("It is 5 or 6. So 7.", "7"),
+        (r"The answer is $\frac12$ (or $0.5$).", r"\frac12"), ("The answer is **5**, or 6.", "5 or 6"),
+        ("The answer is 5 or 6, or 7.", "5 or 6, or 7"),
+        ("I do not think the answer is 18.", None), ("I don't think the answer is 18. It is 20.", "20"),
+        ("I think the answer is 18.", "18"),
         ("It costs $18 and $20.", "20"), ("#### 18 dollars", "18 dollars"),
     ],
 )  # fmt: skip
