@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from telescope.environments.base import Prompt
 from telescope.environments.chat import TokenChat
 from telescope.environments.graders.code import extract_code, read_tests
 from telescope.environments.graders.letters import find_letter
-from telescope.environments.graders.maths import Conventions, compare_exactly, extract_answer
+from telescope.environments.graders.maths import Conventions, compare_exactly, compare_symbolically, extract_answer
 from telescope.environments.parsers import Answer, Boxed, ThinkTags, find_opened
 from telescope.environments.questions.rows import NoRows
 from telescope.environments.tasks.code_generation import CodeGeneration
@@ -47,6 +48,52 @@ def test_what_an_answer_means_and_not_its_letters_run_together(wanted: str, give
     assert compare_exactly(wanted, given) is right
 
 
+def is_right(wanted: str, given: str) -> bool:
+    known = compare_exactly(wanted, given)
+    return compare_symbolically(wanted, given) if known is None else known
+
+
+ALL = r"(-\infty,\infty)"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "right"),
+    [
+        # a letter alone is no interval, and a bound may stand before or behind a space
+        (r"\text{(B)}", ALL, False), ("x", ALL, False), ("R", rf"x \in {ALL}", False), ("k", rf"\{{{ALL}\}}", False),
+        ("[-2,7]", r"-2 \leq x \leq 7", True), (r"[-\frac12,\frac12]", r"-\frac12 \le x \le \frac12", True),
+        ("[0,1]", r"0 \le y \le 1", True), ("[-2,7)", r"-2 \leq x \leq 7", False), ("[-2,7]", r"-2 \leq x \leq 8", False),
+        (r"(-\infty,3)", "x<3", True), (r"[2,\infty)", r"x \geq 2", True),
+        # equations of two letters end
+        ("y=2x+3", "y=x", False), ("x=5", "x=y", False), ("p=q", "q=p", True), ("y=x", "x=y", True), ("y=x", "-x=y", False),
+        ("x<5", "x=y", False), ("x^2+y^2=4", "y=x", False), (r"x \neq 3", "y=x", False), ("5", "5=x", True),
+        ("6", "5=x", False),
+        # letters behind a coefficient are a product unless they are a known unit
+        ("6abc", "6", False), ("24xyz", "24", False), (r"\frac{3}{4}abc", r"\frac34", False), ("2mgh", "2", False),
+        ("-1abc", "-1", False), ("2xyz", "2zyx", True), ("6abc", "6bac", True), ("2xyz", "3zyx", False), ("5", "5xyz", False),
+        ("12ab", "12", False), ("2h", "2", False), ("4 ab", "4", False), ("5cm", "5", True), ("60km/h", "60", True),
+        ("18dollars", "18", True), ("5 apples", "5", True), ("2a/b", "2", False), ("1", "e^0", True), ("-1", "i^2", True),
+        ("5", "x + y = 5", True), ("1", r"\sin^2 x+\cos^2 x", True), ("3", "3rd", True), ("6x", "6", False),
+        # a unit behind an irrational number
+        (r"12\pi", r"12\pi\text{ cm}^2", True), (r"12\pi", r"12\pi\text{ cm}^3", True),
+        (r"12\pi", r"12\pi\,\mathrm{cm}^2", True),
+        (r"12\pi", r"12\pi\text{ in}^2", True), (r"12\pi", r"12\pi\text{ km/h}", True), (r"12\pi", r"12\pi\text{ m}", True),
+        (r"15\sqrt3", r"$15\sqrt3$ square centimeters", True), (r"15\sqrt3\text{ cm}^2", r"15\sqrt{3}\text{ cm}^{2}", True),
+        (r"12\pi\text{ cm}", r"12\pi\text{ m}", False), (r"12\pi\text{ cm}^2", r"12\pi\text{ cm}", False),
+        (r"12\pi", r"13\pi\text{ cm}^2", False), (r"12\pi h", r"12\pi", False), (r"12\pi", r"A = 12\pi\text{ units}", True),
+        ("12", r"12\pi\text{ cm}^2", False), (r"12\pi x\text{ cm}", r"12\pi", False),
+        # "about" behind a number is a second answer
+        (r"3 \approx 4", "4", False), (r"3 \approx 4", "3", False), (r"5 \approx 6", "x=5", False),
+        (r"5 \approx 6", "6", False), (r"x \approx 5", "5", True), (r"\approx 17", "17", True),
+        # words of number and operation are no units
+        ("5", "5 plus six", False), ("5", "5 times two", False), ("5", "5 over two", False), ("5", "5 halves", False),
+        ("5", "5 squared", False), ("5", "5 times", True), ("5", "5 overtimes", True),
+    ],
+)  # fmt: skip
+def test_two_answers_are_the_same_or_not_whichever_is_wanted(one: str, other: str, right: bool) -> None:
+    assert (is_right(one, other), is_right(other, one)) == (right, right)
+
+
 @pytest.mark.parametrize(
     ("wanted", "given", "verdicts"),
     [
@@ -78,6 +125,12 @@ def test_a_setting_says_how_far_a_rounded_number_may_be_off_and_whole_ones_never
         ("Final Answer: The final answer is $3$. I hope it is correct.", "3"), ("The final answer is:\n\n$$18$$", "18"),
         (r"So we get $\frac{1}{2}$.", r"\frac{1}{2}"), ("Therefore $x > 5$ is the solution.", "x > 5"), ("It is .5", ".5"),
         ("The point is (1, 2).", "(1, 2)"), ("The answer is not 42, but 43.", "43"), ("It cannot be 42.", None),
+        ("The answer is $18$ (or $19$).", "18 or 19"), ("**5** or **6**", "5 or 6"), ("5. Or 6.", "5 or 6"),
+        ("The answer is $18$, but also $19$.", "18 or 19"), ("$18$, but also $19$", "18 or 19"), ("It is 5 or 6. So 7.", "7"),
+        (r"The answer is $\frac12$ (or $0.5$).", r"\frac12"), ("The answer is **5**, or 6.", "5 or 6"),
+        ("The answer is 5 or 6, or 7.", "5 or 6, or 7"),
+        ("I do not think the answer is 18.", None), ("I don't think the answer is 18. It is 20.", "20"),
+        ("I think the answer is 18.", "18"),
         ("It costs $18 and $20.", "20"), ("#### 18 dollars", "18 dollars"),
     ],
 )  # fmt: skip
@@ -104,6 +157,11 @@ def test_a_box_is_written_in_several_ways(text: str, found: str | None) -> None:
         ("**Answer:** C", "C"),
         ("The answer is option C.", "C"), (r"\boxed{Option C}", "C"), ("ANSWER: C", "C"), ("The answer is (C).", "C"),
         ("Answer: C\n\nA and B are wrong.", "C"), ("A and B", None), ("The answer is not B.", None), ("A cat sat.", None),
+        (r"\boxed{A. B. C. D.}", None), (r"\boxed{(A)(B)}", None), ("Answer: A+B", None), ("A and/or B", None),
+        ("A (or B)", None), ("A B C D", None), ("Either A or B is correct.", None), ("The answer is A and B.", None),
+        ("The answer is A, and B is wrong.", "A"), ("The answer is A, B and C are wrong.", "A"), (r"\boxed{A. B cells}", "A"),
+        ("The answer is A. B, C and D are not.", "A"), ("A is wrong, and B is correct.", "B"),
+        ("The answer is A, and B is right too.", None),
         ("Answer: Because of that.", None), (r"\boxed{AB}", None), ("(A) is false. So (D) is the answer.", "D"),
     ],
 )  # fmt: skip
@@ -120,6 +178,12 @@ def test_a_letter_is_found_in_every_usual_form_and_in_no_word(text: str, letter:
         ("~~~py\nx = 1\n~~~", "x = 1\n"),
         ("1. So:\n\n   ```python\n   if x:\n       y()\n   ```", "if x:\n    y()\n"),
         ("```python\ndef f(): return 1\n```\nTry:\n```python\nprint(f())\n```", "print(f())\n"),
+        ("```python\nx = 1\n```\n```python\n5 5\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\n```python\n$ python a.py\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\n```python\nfor i in range(3):\n```", "x = 1\n"),
+        ("```\nx = 1\n```\n```\n5 5\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\n```python\n    return x\n```", "    return x\n"),
+        ("```python\nfor i in range(3):\n```", "for i in range(3):\n"),
         ("Use `print(1)` for that.", ""),
         ("```js\nf()\n```", ""),
     ],
@@ -173,6 +237,16 @@ TESTS: list[tuple[Any, str, str]] = [
 def test_tests_that_no_program_can_pass_are_refused(tests: Any, entry_point: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read_tests(tests, entry_point)
+
+
+def test_tests_are_checked_where_rows_are_loaded_and_not_again_for_each_answer() -> None:
+    large = {"fn_name": "f", "inputs": [[list(range(100_000))]], "outputs": [list(range(100_000))]}
+    assert read_tests(large, check=False) == read_tests(large)
+    assert len(read_tests(["assert f(2) ="], check=False)) == 1
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        read_tests(['assert "\\d"'], check=False)
+    assert not said
 
 
 def test_a_row_that_can_never_be_passed_is_refused_with_its_number_and_line(tmp_path: Path) -> None:

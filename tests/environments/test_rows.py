@@ -83,7 +83,7 @@ def test_what_stands_in_a_column_that_nobody_asked_for_refuses_no_file(tmp_path:
     ("line", "said"),
     [
         (b'{"question": "q", "answer": {"text": "4"}}', r"jsonl, line 3: column 'answer' holds an object, \{'text': '4'\}"),
-        (b'{"question": "q", "answer": ["4"]}', r"line 3: column 'answer' holds a list, \['4'\], where a text or a number"),
+        (b'{"question": "q", "answer": ["4", "5"]}', r"holds a list, \['4', '5'\], where .* is wanted: make the column a text"),
         (b'{"question": {"q": 1}, "answer": "4"}', r"line 3: column 'question' holds an object"),
         (b'{"question": "q", "answer": "\xe94"}', r"not UTF-8: line 3, column 'answer' holds '.*4': write the file as UTF-8"),
         (b'{"question": "q", "answer": 4,}', r"line 3 is no JSON: .* at character 31, near .*: mend the line or take it out"),
@@ -98,10 +98,10 @@ def test_a_refusal_names_file_line_column_value_and_remedy(line: bytes, said: st
 
 
 def test_a_row_left_out_is_named_with_its_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"question": "q", "answer": answer} for answer in (0, None, "", False)]
+    rows = [{"question": "q", "answer": answer} for answer in (0, None, "", False, [], ["12"])]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert answers(tmp_path / "rows.jsonl") == ["0", "false"]
-    assert "2 of 4 rows of train have no question or no answer: left out, the first: " in caplog.text
+    assert answers(tmp_path / "rows.jsonl") == ["0", "false", "12"]
+    assert "3 of 6 rows of train have no question or no answer: left out, the first: " in caplog.text
     assert "rows.jsonl, line 2" in caplog.text
 
 

@@ -129,13 +129,14 @@ class CodeVerdict:
         return all(result is CodeResult.PASSED for result in self.results)
 
 
-def read_tests(value: Any, entry_point: str = "") -> tuple[Test, ...]:
+def read_tests(value: Any, entry_point: str = "", *, check: bool = True) -> tuple[Test, ...]:
     """Tests in any of the forms that data sets have them in; JSON text is read first.
 
     `"def check(candidate): ..."` with an entry point (HumanEval); a text or a list of texts of assertions (MBPP);
     `{"inputs": [...], "outputs": [...]}`, with a `fn_name` where a function is called (APPS, TACO, INTELLECT-3); a list of
     `{"input": ..., "output": ...}`, of the `testtype` "functional" where the entry point is called (LiveCodeBench).
-    Raises `ValueError` for anything else, and where there is no test.
+    Raises `ValueError` for anything else, and where there is no test. `check` refuses tests that no program can pass: that
+    takes seconds for large ones, so it belongs where rows are loaded.
     """
     if isinstance(value, str) and value.lstrip()[:1] in {"[", "{"}:
         value = json.loads(value)
@@ -155,13 +156,14 @@ def read_tests(value: Any, entry_point: str = "") -> tuple[Test, ...]:
         raise ValueError(f"tests of the form {type(value).__name__} are not known: {str(value)[:80]}")
     if not tests or any(isinstance(test, AssertTest) and not test.code.strip() for test in tests):
         raise ValueError("there is no test, or an empty one: everything would pass")
-    for number, test in enumerate(tests, 1):
+    for number, test in enumerate(tests if check else (), 1):
         _check_test(test, f"test {number}", entry_point)
     return tuple(tests)
 
 
 def check_program(code: str, what: str) -> None:
-    """Raises `ValueError` for what Python can't compile, or UTF-8 can't hold."""
+    """Raises `ValueError` for what Python can't compile, or UTF-8 can't hold. For where rows are loaded: the filter of warnings
+    that it sets is the whole process's."""
     try:
         code.encode()
         with warnings.catch_warnings():
@@ -181,7 +183,8 @@ def extract_code(answer: str, function: str = "") -> str:
     """The program behind any thought; `""` where there is none.
 
     Of closed Python blocks it is the last that defines `function`, else the last; blocks of no language count where no other
-    says Python, the last that is more than values then. An answer without a fence is a program where Python can read all of
+    says Python. What is only values, or what Python can't read, is taken for what a program printed, and counts where there is
+    nothing else. An answer without a fence is a program where Python can read all of
     it. Leading spaces stay: a bare function body is an answer where a prefix comes before it.
     """
     said = ThinkTags(_Text()).parse(answer)
@@ -189,9 +192,10 @@ def extract_code(answer: str, function: str = "") -> str:
         return ""
     blocks = _PYTHON.find_all(said)
     if not blocks:
-        return "" if any(fence in said for fence in _FENCES) or not _can_be_read(said) else said
+        return "" if any(fence in said for fence in _FENCES) or _parse(said) is None else said
     defining = [block for block in blocks if function and re.search(rf"\bdef {re.escape(function)}\b", block)]
-    return (defining or [block for block in blocks if not _only_values(block)] or blocks)[-1] + "\n"
+    programs = [block for block in defining or blocks if not _only_values(block)]
+    return (programs or defining or blocks)[-1] + "\n"
 
 
 def prepend(prelude: str, code: str) -> str:
@@ -312,23 +316,21 @@ class _Text:
         return 1.0
 
 
-def _can_be_read(code: str) -> bool:
-    """Whether Python can read it, as a program or as the body of a function."""
+def _parse(code: str) -> list[ast.stmt] | None:
+    """What Python reads in it, as a program or as the body of a function; None: nothing."""
     for whole in (code, f"def body():\n{code}"):
         try:
-            ast.parse(whole)
+            return ast.parse(whole).body
         except _BROKEN:
             continue
-        return True
-    return False
+    return None
 
 
 def _only_values(code: str) -> bool:
-    """Whether a block is what a program printed, such as `6`, and none."""
-    try:
-        body = ast.parse(code).body
-    except _BROKEN:
-        return False
+    """Whether a block is what a program printed, such as `6` or `5 5`, and none."""
+    body = _parse(code)
+    if body is None:
+        return True
     return all(isinstance(each, ast.Expr) and not any(isinstance(part, ast.Call) for part in ast.walk(each)) for each in body)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from telescope.environments.graders.notation import tidy
+from telescope.environments.graders.quantities import parse_quantity
 from telescope.environments.parsers import AnswerParser, AnswerTags, Boxed, ThinkTags
 
 AnswerForm = Literal["boxed", "any"]
@@ -24,7 +26,9 @@ _NUMBER = re.compile(r"(?<![\w.^{\\])[-+−]?\$?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d
 _GROUP = re.compile(r"[(\[][-+\d.,/ ]{1,80}[)\]]")
 _PROSE = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{2,}(?![a-zA-Z}])")
 _DENIED = re.compile(
-    r"(?:\bnot true|\bfalse|\bwrong|\bdoubt)(?: that)?(?: the)?(?: (?:final|correct|right))?\s*$", re.IGNORECASE
+    r"(?:\bnot true|\bfalse|\bwrong|\bdoubt|(?:\bnot|n['’]t|\bnever) (?:think|believe|say|claim|agree|mean))"
+    r"(?: that)?(?: the)?(?: (?:final|correct|right))?\s*$",
+    re.IGNORECASE,
 )
 _OTHERWISE = re.compile(
     r"(?:\bnot|\bnever|n['’]t(?: be)?|\bcannot be|\bthan|\bat (?:least|most)|\babout|\bapproximately|\broughly"
@@ -33,6 +37,13 @@ _OTHERWISE = re.compile(
 )
 _NOT_BUT = re.compile(r"not [^.;\n]{1,60}?,? but (?:rather |instead )?", re.IGNORECASE)
 _QUOTED = re.compile(r"\*\*(.{1,400}?)\*\*|`([^`\n]{1,400})`|__(.{1,400}?)__|(?<!\*)\*([^*\n]{1,400})\*(?!\*)")
+_CANDIDATE = r"(?:\$[^$\n]{1,200}\$|\*\*[^*\n]{1,200}\*\*|`[^`\n]{1,200}`|[-+−]?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?)"
+_HEDGED = re.compile(
+    rf"(?P<one>{_CANDIDATE})[.,;]?\s+\(?(?:or|but also|and/or|alternatively|but (?:maybe|perhaps|possibly))"
+    rf"(?: (?:maybe|perhaps|possibly|else|even|also))?,? (?P<other>{_CANDIDATE})"
+    r"(?=[.,;:!?)]*(?:\s+(?!(?:or|and)\b)[a-zA-Z]|\s*$|\n))(?![\w$])",
+    re.IGNORECASE,
+)
 _LEADING = re.compile(
     r"(?:[\s:=]|simply |just |equal to |therefore |thus |indeed |exactly |given by |found to be )+", re.IGNORECASE
 )
@@ -81,6 +92,9 @@ def _find_loose(text: str) -> str | None:
     if said is not None:
         return said
     tail = text[-_TAIL:]
+    marks = list(_MARK.finditer(tail))
+    if marks and _DENIED.search(tail[: marks[-1].start()]) and not re.search(r"[.!?]\s|\n", tail[marks[-1].end() :].strip()):
+        return None
     line = tail.strip().rpartition("\n")[2].strip("*_` .")
     if ("\\" in line or "(" in line) and not _PROSE.search(line) and "$" not in line:
         return line
@@ -92,6 +106,10 @@ def _find_loose(text: str) -> str | None:
     numbers = [*_NUMBER.finditer("".join(outside))]
     if groups and numbers and groups[-1].end() > numbers[-1].end() > groups[-1].start():
         numbers = groups
+    last = max((found.end() for found in (*formulas, *numbers)), default=0)
+    for hedged in _HEDGED.finditer(tail):
+        if hedged.start() < last <= hedged.end():
+            return _read_hedged(hedged)
     if formulas and (not numbers or numbers[-1].end() < formulas[-1].end()):
         return _take_group(formulas[-1])
     if not numbers or _OTHERWISE.search(tail[: numbers[-1].start()]):
@@ -105,6 +123,9 @@ def _read_said(rest: str) -> str:
     rest = rest[leading.end() if leading else 0 :]
     otherwise = _NOT_BUT.match(rest)
     rest = rest[otherwise.end() if otherwise else 0 :]
+    hedged = _HEDGED.match(rest)
+    if hedged is not None:
+        return _read_hedged(hedged)
     quoted = _QUOTED.match(rest)
     if quoted is not None:
         return _read_said(_take_group(quoted)) if _FORMULA.search(quoted[0]) else _take_group(quoted).strip().rstrip(".:")
@@ -121,6 +142,13 @@ def _read_said(rest: str) -> str:
     if inside is not None and said.count("$") == 2 and not _NUMBER.search(said[: inside.start()]):
         return _take_group(inside).strip().rstrip(".,")
     return said.lstrip(" *_`,").rstrip(" *_`,.")
+
+
+def _read_hedged(hedged: re.Match[str]) -> str:
+    """Both candidates, so that only a list of two is them; one, where they are the same number in two spellings."""
+    one, other = (hedged[name].strip("$*`").rstrip(".:") for name in ("one", "other"))
+    values = parse_quantity(tidy(one)), parse_quantity(tidy(other))
+    return one if values[0] is not None and values[0] == values[1] else f"{one} or {other}"
 
 
 def _take_group(match: re.Match[str]) -> str:

@@ -19,6 +19,7 @@ _MARKUP = re.compile(
 _NOUN = r"(?:option|choice|answer|alternative|letter|statement)"
 _LINK = r"(?:is|are|would be|must be|should be|will be|to be|['’]s|:|=|-|–|—)"
 _SOFTENER = r"(?:therefore|thus|clearly|then|definitely|simply|indeed|most likely|probably|hence|obviously|given by)"
+_WRONG = "not|wrong|false|incorrect|out|excluded|eliminated|impossible|a distractor|no|too"
 _NOT = re.compile(r"(?:\bnot|\bnever|n['’]t|\bthan|\bneither|\bnor|\beliminat\w+|\bexclud\w+)\W*$", re.IGNORECASE)
 
 
@@ -61,9 +62,9 @@ def _choose(match: re.Match[str] | None, letters: str) -> str | None:
     """The letter of a match, unless another one is named with it."""
     if match is None:
         return None
-    letter = match["letter"].upper()
-    joined = _patterns(letters).joined.match(match.string, match.end("letter"))
-    return None if joined is not None else letter
+    patterns, text = _patterns(letters), match.string
+    joined = patterns.joined.match(text, match.end("letter")) or patterns.before.search(text[: match.start("letter")][-40:])
+    return None if joined is not None else match["letter"].upper()
 
 
 class _Patterns:
@@ -89,10 +90,16 @@ class _Patterns:
             rf"[,:]?\s+{named}(?=\s*$|[).:,;!\]\n]|\s[-–—])",
             re.MULTILINE,
         )
+        others = rf"(?:[)\]]?,?\s*(?:and|or)?\s*[(\[]?{kinds}(?![\w'’]))*"
+        wrong = rf"(?!{others}\)?\s+(?:is|are|was|were)(?:n['’]t|\s+(?:\w+ly\s+)?(?:{_WRONG}))\b)"
         self.joined = re.compile(
-            rf"[)\]]?\s*(?:,|and|or|&|/|,\s*(?:and|or)|and maybe|or maybe)\s*[(\[]?{kinds}(?![\w'’])"
-            rf"|[)\]]?\s*(?:and|or|&|/)\s*[(\[]?(?i:{kinds})(?![\w'’])"
+            rf"[)\]]?\s*(?:,|,?\s*but)\s*[(\[]?{kinds}(?![\w'’]){wrong}"
+            rf"|[)\]]?\s*,?\s*\(?and(?: maybe| also)?\s*[(\[]?(?i:{kinds})(?![\w'’]){wrong}"
+            rf"|[)\]]?\s*,?\s*\(?(?:and/or|or|&|/|\+)(?: maybe| also| possibly| perhaps)?\s*[(\[]?(?i:{kinds})(?![\w'’])"
+            rf"|[)\]]?[^\S\n]*[(\[]?{kinds}(?=[)\]:]|\s*$|\s+{kinds}(?![\w'’]))"
+            rf"|[)\]]?[.:][^\S\n]*[(\[]?{kinds}(?=\.|\s*$)"
         )
+        self.before = re.compile(rf"(?<![\w'’]){kinds}[)\]]?\s*(?:and/or|and|or|&|/|\+)\s*[(\[]?$")
 
 
 @lru_cache(maxsize=8)

@@ -22,7 +22,7 @@ from telescope.environments.graders.extraction import extract_golden as extract_
 from telescope.environments.graders.notation import Items, find_interval, split_items, squeeze, turn_round
 from telescope.environments.graders.notation import tidy as tidy
 from telescope.environments.graders.quantities import PercentReading as PercentReading
-from telescope.environments.graders.quantities import compare_quantities, parse_quantity
+from telescope.environments.graders.quantities import compare_quantities, parse_quantity, take_unit
 
 _PLAIN = re.compile(r"-?[0-9]{1,18}")
 _PLAIN_DECIMAL = re.compile(r"-?(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,6}|[0-9]{1,18})(?:\.[0-9]{1,18})?")
@@ -31,7 +31,7 @@ _WORD = re.compile(r"[^\W\d_]+(?:[ '’-][^\W\d_]+)*")
 _UNEQUAL = re.compile(r"(?:\\ne(?![a-zA-Z])|!=|\\not)")
 _UNITED = re.compile(r"\\(?:cup|cap|setminus|mathbb)(?![a-zA-Z])")
 _IN_WORDS = re.compile(r"\s*\$?\\text(?:bf|it|rm)?\{\s*[a-zA-Z]{2,}\s*\}\$?\s*")
-_TURNED = re.compile(r"([^=<>]+)=(\\?[a-zA-Z])")
+_TURNED = re.compile(r"(?!\\?[a-zA-Z]=)([^=<>]+)=(\\?[a-zA-Z])")  # what names nothing yet: `5=x`, not `y=x`
 _PARTED = re.compile(r"\d+(?: \d+)+")
 _PRODUCT = re.compile(r"[a-df-hj-np-z]{1,3}")  # letters that are often variables; the rest make words
 _NAMED = re.compile(r"(?:option|choice|answer) ", re.IGNORECASE)
@@ -43,6 +43,14 @@ _NAME = (
 _ASSIGNED = re.compile(rf"{_NAME} ?(?:=|\\in(?![a-zA-Z])|\\approx(?![a-zA-Z]))|\\approx(?![a-zA-Z])|=")
 _EXPONENT = re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\w.])")
 _STATED = re.compile(r"[<>=]|\\[lg]e(?![a-zA-Z])|\\in(?![a-zA-Z])|\\ne(?![a-zA-Z])")
+_IRRATIONAL = re.compile(r"\\(?:pi|sqrt)(?![a-zA-Z])|[π√]")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_LETTERS = re.compile(r"[^\W\d_]+")
+_CONSTANT = re.compile(r"e|i|E|pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|abs|max|min|mod|arcsin|arccos|arctan")
+_VANISHING = re.compile(  # where letters may cancel, or are bound; and ordinals
+    r"\\(?:sum|prod|int|lim|begin|binom|a?r?c?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|exp)(?![a-zA-Z])|\\frac\{[^{}]*[a-zA-Z]"
+    r"|(?<=[^ ])[-+/]|^\d+ ?(?:st|nd|rd|th)$"
+)
 _DIGITS = 40  # of numbers that are compared as such
 _Leaf = Callable[[str, str], bool | None]
 
@@ -76,10 +84,25 @@ def compare_symbolically(wanted: str, given: str, percent: PercentReading = "eit
 
 
 def _compare_texts(wanted: str, given: str, equality: _Equality) -> bool | None:
+    (wanted, first), (given, second) = _part_unit(wanted), _part_unit(given)
+    if first and second and first != second and "unit" not in (first[:4], second[:4]):
+        return False
     one, other = tidy(wanted), tidy(given)
     if (_IN_WORDS.fullmatch(wanted) or _IN_WORDS.fullmatch(given)) and _WORD.fullmatch(one) and _WORD.fullmatch(other):
         return squeeze(one) == squeeze(other)
-    return equality.compare(one, other)
+    try:
+        return equality.compare(one, other)
+    except RecursionError:  # too deep to be anybody's right answer
+        return False
+
+
+def _part_unit(answer: str) -> tuple[str, str]:
+    """An irrational number without the unit behind it, and that; anything else stays whole: parse_quantity reads it."""
+    before, unit = take_unit(answer)
+    value = before.rpartition("=")[2]
+    if not unit or not _IRRATIONAL.search(value) or _find_letters(value):
+        return answer, ""
+    return before, unit
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -106,7 +129,7 @@ class _Equality:
             return compare_quantities(first, second, self.conventions.percent, self.conventions.tolerance)
         if (known := _compare_words(one, other)) is not None:
             return known
-        left, right = split_items(one), split_items(other)
+        left, right = _split_answer(one), _split_answer(other)
         if not (len(left.items) == len(right.items) == 1):
             if len(left.items) == 1 or len(right.items) == 1:
                 shorter = _drop_names(one, other)
@@ -119,6 +142,8 @@ class _Equality:
         if named != (one, other):
             return self.compare(*named)
         turned = turn_round(one), turn_round(other)
+        if _names_more(one, other) or _names_more(other, one):
+            return False
         return squeeze(turned[0]) == squeeze(turned[1]) or self.leaf(*turned)
 
     def _compare_items(self, left: Items, right: Items) -> bool | None:
@@ -145,6 +170,14 @@ class _Equality:
         return None if doubtful else True
 
 
+def _split_answer(text: str) -> Items:
+    r"""`3 \approx 4` is two answers, `x \approx 4` one."""
+    near, sign, value = text.partition("\\approx")
+    if sign and value.strip() and parse_quantity(near.strip()) is not None:
+        return Items("", "", (near.strip(), value.strip()))
+    return split_items(text)
+
+
 def _meet(text: str, own: Items, other: Items) -> Items:
     """An inequality as an interval, where the other side is one."""
     interval = find_interval(text) if len(own.items) == 1 and other.opening in ("(", "[") else None
@@ -160,6 +193,20 @@ def _drop_names(one: str, other: str) -> tuple[str, str]:
     elif names[1] is not None and names[0] is None and not _STATED.search(one):
         other = _take_value(other, names[1])
     return _NAMED.sub("", one, 1), _NAMED.sub("", other, 1)
+
+
+def _names_more(text: str, number: str) -> bool:
+    """Whether the text is a product with letters that are no constants, and the other a mere number. math-verify takes such
+    letters for units."""
+    irrational = _IRRATIONAL.search(number) and not _find_letters(number) and not _STATED.search(number)
+    if _VANISHING.search(text) or (parse_number(number) is None and not irrational):
+        return False
+    return any(not _CONSTANT.fullmatch(run) for run in _find_letters(text.rpartition("=")[2]))
+
+
+def _find_letters(text: str) -> list[str]:
+    """Runs of letters that are no command."""
+    return _LETTERS.findall(_COMMAND.sub(" ", text.replace("π", "")))
 
 
 def _take_value(text: str, name: re.Match[str]) -> str:

@@ -61,7 +61,7 @@ _LETTER = re.compile(r"[(\[{]([a-zA-Z])[)\]}]")
 _GREATER = re.compile(r">|\\ge(?![a-zA-Z])|\\gt(?![a-zA-Z])")
 _LESS = re.compile(r"<|\\le(?![a-zA-Z])|\\lt(?![a-zA-Z])|=(?<!>=)|\\ne(?![a-zA-Z])")
 _BETWEEN = re.compile(
-    r"(?:([^<>=,a-zA-Z\\]{1,40}|[^<>=,]{0,40}\\[^<>=,]{1,40}?)(<=|<|\\le ?))?([a-zA-Z])(?:(<=|<|\\le ?)([^<>=,]{1,40}))?"
+    r"(?:([^<>=,a-zA-Z\\]{1,40}|[^<>=,]{0,40}\\[^<>=,]{1,40}?)(<=|<|\\le ?))?([a-zA-Z])(?: ?(<=|<|\\le ?)([^<>=,]{1,40}))?"
 )
 _OPENING, _CLOSING = "([{", ")]}"
 MAX_ITEMS = 32
@@ -118,11 +118,11 @@ def turn_round(tidied: str) -> str:
 def find_interval(tidied: str) -> Items | None:
     """The interval that an inequality of one variable names, as `[1,2)` for `1\\le x<2`; None for anything else."""
     match = _BETWEEN.fullmatch(turn_round(tidied))
-    if match is None:
+    if match is None or (match[1] is None and match[5] is None):  # a letter alone bounds nothing
         return None
     low, below, _, above, high = match.groups()
     opening, closing = ("[" if below and below != "<" else "("), ("]" if above and above != "<" else ")")
-    return Items(opening, closing, (low or "-\\infty", high or "\\infty"))
+    return Items(opening, closing, ((low or "-\\infty").strip(), (high or "\\infty").strip()))
 
 
 def squeeze(tidied: str) -> str:

@@ -44,7 +44,9 @@ _BASE_NAMES = "two three four five six seven eight nine ten eleven twelve thirte
 _BASE_WORDS = {word: base for base, word in enumerate(_BASE_NAMES.split(), 2)}
 _FUNCTIONS = """
 pi sin cos tan cot sec csc log ln lg exp sqrt arcsin arccos arctan sinh cosh tanh mod or and to infty inf theta alpha beta
-lambda phi max min is are was were not no isn't aren't impossible wrong
+lambda phi max min plus minus over divided point squared cubed half halves thirds quarters fourths fifths sixths eighths tenths
+one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety
+is are was were not no isn't aren't impossible wrong
 """
 _SIZES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _NO_UNITS = frozenset(_FUNCTIONS.split())
@@ -67,6 +69,14 @@ _UNIT_NAMES = {
     }.items()
     for name in names.split()
 }  # fmt: skip
+_NAME_OF_UNIT = r"(?:(?:square|cubic|sq\.?) )?{}(?:(?:/| per )[a-zA-Z]+)?"
+_POWER = r"\^\{?\d\}?"
+_UNIT_AT_END = re.compile(
+    rf"(?:\\(?:text(?:rm)?|mathrm|mbox)\s*\{{[\s~]*(?P<wrapped>{_NAME_OF_UNIT.format('[a-zA-Z]+')})\.?\s*(?P<inner>{_POWER})?\s*\}}"
+    rf"|(?<=[\s~])(?P<bare>{_NAME_OF_UNIT.format('[a-zA-Z]{2,}')}))\s*(?P<outer>{_POWER})?[\s.]*$"
+)
+_MULTIPLIED = re.compile(r"times (?!as\b|more\b|a\b)")
+_TIGHT = ("m/s", "g/l")  # that need no space before them, though a letter begins them
 _POWERS = (("square ", "^2"), ("sq ", "^2"), ("sq. ", "^2"), ("cubic ", "^3"))
 
 
@@ -185,10 +195,13 @@ def _read_unit(text: str, spaced: bool) -> str | None:
             name = name.removeprefix(spelled) + power
     stem, caret, power = name.partition("^")
     known = stem in _UNIT_NAMES or stem in _SHORT_UNITS or "°" in stem or stem in "€£¥$"
+    if not spaced and not known and not _begins_as_unit(stem):
+        return None
     if not known and any(len(part) < 2 and not (part in _SHORT_UNITS or spaced) for part in re.split(r"[ /]", stem)):
         return None
     if (
         not _NO_UNITS.isdisjoint(stem.split())
+        or _MULTIPLIED.match(stem)
         or (not known and len(stem) < 3)
         or (len(stem) == 1 and stem.isalpha() and not spaced)
     ):
@@ -196,3 +209,24 @@ def _read_unit(text: str, spaced: bool) -> str | None:
     short = "/".join(_UNIT_NAMES.get(part.strip(), part.strip()) for part in stem.replace(" per ", "/").split("/"))
     short = short[:-1] if len(short) > 3 and short.endswith("s") and not short.endswith("ss") else short
     return short + caret + power.strip("{}")
+
+
+def take_unit(answer: str) -> tuple[str, str]:
+    r"""(what stands before it, the short form of the unit) of an answer that ends in a known one, as `12\pi\text{ cm}^2`; ""
+    for none. One of a single letter counts in \text or \mathrm only: `12\pi h` may be a product."""
+    answer = answer.replace("$", "").rstrip()
+    match = _UNIT_AT_END.search(answer[-_MAX_CHARACTERS:])
+    if match is None:
+        return answer, ""
+    name = match["wrapped"] or match["bare"]
+    stem, _, power = (_read_unit(name.casefold().strip(), spaced=True) or "").partition("^")
+    if not all(part in _SHORT_UNITS or part in _UNIT_NAMES.values() or part == "unit" for part in stem.split("/")):
+        return answer, ""
+    power = power or (match["outer"] or match["inner"] or "").strip("^{} ")
+    return answer[: len(answer) - len(match[0])], stem + (f"^{power}" if power else "")
+
+
+def _begins_as_unit(stem: str) -> bool:
+    """Of what stands right behind a number: whether it begins with a known name. `6abc` is a product."""
+    first = re.split(r"[ /]", stem, maxsplit=1)[0]
+    return stem in _TIGHT or (len(first) > 1 and (first in _UNIT_NAMES or first in _SHORT_UNITS or first in _SIZES))

@@ -82,16 +82,20 @@ def get_field(row: Row, path: str) -> Any:
 
 
 def get_text(row: Row, path: str) -> str:
-    """The value at a dotted path as the file wrote it, "" for null; a list of numbers as JSON.
+    """The value at a dotted path as the file wrote it, "" for null and an empty list; a list of one text is
+    that text, a list of numbers JSON.
 
     Raises `NoRows` for what is no text: an object, or a list of anything else.
     """
     value = get_field(row, path)
+    if isinstance(value, list) and (not value or (len(value) == 1 and isinstance(value[0], str))):
+        return value[0] if value else ""
     if isinstance(value, Mapping) or (isinstance(value, list) and not all(isinstance(one, int | float) for one in value)):
         kind = "an object" if isinstance(value, Mapping) else "a list"
+        within = f"set the field's name to a text within it ({path}.…), or " if isinstance(value, Mapping) else ""
         raise NoRows(
-            f"{find_place(row)}: column {path!r} holds {kind}, {show(value)}, where a text or a number is wanted: set the "
-            f"field's name to a text within it ({path}.…), or make the column a text"
+            f"{find_place(row)}: column {path!r} holds {kind}, {show(value)}, where a text or a number is wanted: "
+            f"{within}make the column a text"
         )
     return write_text(value)
 
