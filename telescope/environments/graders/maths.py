@@ -137,7 +137,7 @@ class _Equality:
                     return self.compare(*shorter)
             if any(_UNITED.search(text) for text in (one, other)) and "" in (left.opening, right.opening):
                 return self.leaf(one, other)
-            return self._compare_items(_meet(one, left, right), _meet(other, right, left))
+            return self._compare_items(_intersect(one, left, right), _intersect(other, right, left))
         named = _drop_names(left.items[0], right.items[0])
         if named != (one, other):
             return self.compare(*named)
@@ -178,7 +178,7 @@ def _split_answer(text: str) -> Items:
     return split_items(text)
 
 
-def _meet(text: str, own: Items, other: Items) -> Items:
+def _intersect(text: str, own: Items, other: Items) -> Items:
     """An inequality as an interval, where the other side is one."""
     interval = find_interval(text) if len(own.items) == 1 and other.opening in ("(", "[") else None
     return interval or own
