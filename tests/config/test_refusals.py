@@ -102,7 +102,7 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
             "leave it out for the run directory's",
         ),
         ("checkpoint.every=-1", "checkpoint.every=-1 must be at least 0"),
-        ("rollout.top_k=1", "rollout.top_k=1 must be at least 2"),
+        ("rollout.top_k=1", "rollout.top_k=1 must be at least 2, or null"),
         (
             "rollout.group_size=100000",
             "orchestrator.max_concurrent_prompts_per_server=32 times rollout.group_size=100000 are 3,200,000 requests in "
