@@ -22,14 +22,15 @@ SHOWN = (
 def table(directory: RunDirectory, width: int) -> list[str]:
     """One line for each `width` steps; only metrics that the run has."""
     steps = sorted(rows(directory, "step_metrics"), key=lambda row: row["step"])
-    names = [name for name in steps[0]["metrics"] if name in SHOWN or name.startswith("sample/")]
+    every = dict.fromkeys(name for row in steps for name in row["metrics"])
+    names = [name for name in every if name in SHOWN or (name.startswith("sample/") and name.count("/") == 1)]
     lines = ["| steps | " + " | ".join(names) + " | seconds a step |", "|" + "---|" * (len(names) + 2)]
     for start in range(0, len(steps), width):
         part = steps[start : start + width]
-        means = [fmean(row["metrics"].get(name) or 0.0 for row in part) for name in names]
+        known = [[row["metrics"][name] for row in part if row["metrics"].get(name) is not None] for name in names]
         before = steps[start - 1]["mono_ns"] if start else part[0]["mono_ns"]
         seconds = (part[-1]["mono_ns"] - before) / 1e9 / max(1, len(part) - (start == 0))
-        shown = " | ".join(f"{mean:.4g}" for mean in means)
+        shown = " | ".join(f"{fmean(values):.4g}" if values else "–" for values in known)
         lines.append(f"| {part[0]['step']}–{part[-1]['step']} | {shown} | {seconds:.3f} |")
     return lines
 

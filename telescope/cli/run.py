@@ -269,7 +269,7 @@ def _grouped(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:
 
 
 def _sweep(asked: argparse.Namespace) -> Sweep:
-    """In the folder that `run_dir=` names, or in a new one: `runs/<date>_<time>_sweep`, with `003_seed=2` below it."""
+    """In the folder that `run_dir=` names, or in a new one: `runs/<date>_<time>_sweep`, with `003_seed-2` below it."""
     from telescope.cli.sweep import OBJECTIVE, RESULTS, Sweep
     from telescope.compose.load import UsageError, parse
 

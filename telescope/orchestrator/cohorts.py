@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,21 +143,18 @@ class CohortTally:
         return self._take(self._playing)
 
     def save(self) -> tuple[Cohort, ...]:
-        """What a checkpoint keeps: groups that play are left out."""
-        kept = {
-            version: {group_id: group for group_id, group in groups.items() if group.state}
-            for version, groups in sorted(self._playing.items())
-        }
-        return tuple(
-            Cohort(version, groups, version in self._lacking or len(groups) < len(self._playing[version]))
-            for version, groups in kept.items()
-        )
+        """What a checkpoint keeps: groups that play are left out, and a version that has no other with them."""
+        kept = []
+        for version, groups in sorted(self._playing.items()):
+            ended = {group_id: group for group_id, group in groups.items() if group.state}
+            if ended:
+                kept.append(Cohort(version, ended, version in self._lacking or len(ended) < len(groups)))
+        return tuple(kept)
 
     def restore(self, cohorts: Iterable[Cohort]) -> None:
         for cohort in cohorts:
-            if cohort.groups:
-                self._playing[cohort.version] = dict(cohort.groups)
-                self._versions |= dict.fromkeys(cohort.groups, cohort.version)
+            self._playing[cohort.version] = dict(cohort.groups)
+            self._versions |= dict.fromkeys(cohort.groups, cohort.version)
             if cohort.lacks_groups:
                 self._lacking.add(cohort.version)
 
@@ -340,19 +337,3 @@ def _pool_means(several: Sequence[ScoreMeans]) -> dict[str, Any]:
 
 def _weigh(means: Sequence[Mean]) -> float:
     return math.fsum(one.value * one.count for one in means) / sum(one.count for one in means)
-
-
-def count_failures(failed: Mapping[tuple[str, str], int], scored: Mapping[str, int], *, each: bool) -> dict[str, float]:
-    """Attempts without a score since the step before, by kind, and with `each` by environment with their share of all
-    attempts. `failed`: by environment and kind; `scored`: by environment."""
-    kinds: Counter[str] = Counter()
-    labels: Counter[str] = Counter()
-    for (label, kind), count in failed.items():
-        kinds[kind] += count
-        labels[label] += count
-    metrics = {f"rollouts/failed/{kind}": float(count) for kind, count in kinds.items()}
-    if each:
-        for label in sorted({*labels, *scored}):
-            metrics[f"env/{label}/failed"] = float(labels[label])
-            metrics[f"env/{label}/failed_pct"] = 100.0 * labels[label] / (labels[label] + scored.get(label, 0))
-    return metrics

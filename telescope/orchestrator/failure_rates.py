@@ -6,6 +6,7 @@ A streak says nothing of a reward function that raises on every tenth answer, so
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 WINDOW = 100
@@ -13,7 +14,9 @@ WINDOW = 100
 ALARMING = 0.05
 EVIDENT = 0.1
 """Shares of attempts without a score: of a window that is told of, and of a run whose end tells of them."""
-CAUSE_CHARACTERS = 300
+CAUSE_CHARACTERS, CAUSES = 300, 100
+"""Of a cause, and how many of an environment are told apart over a run: one that names each prompt would fill the memory."""
+OTHERS = "many different ones"
 
 
 @dataclass
@@ -35,20 +38,21 @@ class FailureRates:
     def note_failure(self, label: str, cause: str) -> str:
         """An attempt ended without a score. The same sentence."""
         cause = " ".join(cause.split())[:CAUSE_CHARACTERS]
-        self._failed.setdefault(label, Counter())[cause] += 1
+        known = self._failed.setdefault(label, Counter())
+        known[cause if cause in known or len(known) < CAUSES else OTHERS] += 1
         scored, failed = self._window.get(label, (0, Counter()))
         failed[cause] += 1
         return self._look(label, scored, failed)
 
-    def describe(self) -> str:
-        """What a run that fails should be told with: the environment with most failures and its commonest cause; empty where
-        failures are few."""
+    def describe(self, reason: str) -> str:
+        """What belongs to the `reason` for which a run failed: the environment with most failures and its commonest cause;
+        empty where failures are few, or the reason names that cause."""
         worst = max(self._failed, key=lambda label: self._failed[label].total(), default=None)
         if worst is None:
             return ""
         failed = self._failed[worst]
         total = failed.total() + self._scored[worst]
-        if failed.total() < EVIDENT * total:
+        if failed.total() < EVIDENT * total or failed.most_common(1)[0][0] in " ".join(reason.split()):
             return ""
         return f"in all, {_describe(worst, failed, total)}"
 
@@ -74,3 +78,19 @@ def _describe(label: str, failed: Counter[str], attempts: int) -> str:
         f"{failed.total():,} of {attempts:,} rollouts of environments.{label} got no score ({failed.total() / attempts:.0%})"
     )
     return f"{share}, {count:,} of them by one cause: {cause}"
+
+
+def count_failures(failed: Mapping[tuple[str, str], int], scored: Mapping[str, int], *, each: bool) -> dict[str, float]:
+    """Attempts without a score since the step before, by kind, and with `each` by environment with their share of all
+    attempts. `failed`: by environment and kind; `scored`: by environment."""
+    kinds: Counter[str] = Counter()
+    labels: Counter[str] = Counter()
+    for (label, kind), count in failed.items():
+        kinds[kind] += count
+        labels[label] += count
+    metrics = {f"rollouts/failed/{kind}": float(count) for kind, count in kinds.items()}
+    if each:
+        for label in sorted({*labels, *scored}):
+            metrics[f"env/{label}/failed"] = float(labels[label])
+            metrics[f"env/{label}/failed_pct"] = 100.0 * labels[label] / (labels[label] + scored.get(label, 0))
+    return metrics

@@ -201,9 +201,9 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         opened.push_async_callback(end.close, summarize)
         try:
             outcome = await _train(context, signals, begun, recorder, opened, end)
-            evidence = "" if outcome.ok or outcome.exit_code in STOPS else recorder.failure_rates.describe()
-            known = evidence.rpartition("by one cause: ")[2] in outcome.reason
-            end.note(outcome if known else replace(outcome, reason=f"{outcome.reason}; {evidence}"))
+            failed = not outcome.ok and outcome.exit_code not in STOPS
+            evidence = recorder.failure_rates.describe(outcome.reason) if failed else ""
+            end.note(replace(outcome, reason=f"{outcome.reason}; {evidence}") if evidence else outcome)
         except Interrupted as interrupted:
             end.note(RunOutcome(False, str(interrupted), 128 + interrupted.number))
         except Exception as error:  # noqa: BLE001 the run's edge

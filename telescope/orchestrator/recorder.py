@@ -30,12 +30,11 @@ from telescope.orchestrator.cohorts import (
     CohortEnds,
     CohortTally,
     Score,
-    count_failures,
     make_means,
     pool,
     summarize,
 )
-from telescope.orchestrator.failure_rates import FailureRates
+from telescope.orchestrator.failure_rates import FailureRates, count_failures
 from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout
 from telescope.orchestrator.saved_state import SummaryCounters

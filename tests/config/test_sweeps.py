@@ -48,7 +48,7 @@ def test_a_sweep_tells_every_point_and_all_failures_with_their_reasons(tmp_path:
     assert told["points"][0]["first"] == 0.25
 
 
-def test_a_point_is_named_by_what_was_swept_safe_for_a_folder_and_a_job():
+def test_a_point_is_named_by_what_was_swept_safe_for_a_folder_and_a_job(tmp_path: Path):
     """Not by what all points have, be it chosen by the command line or by a sweeper."""
     given = ("experiment=fake", "model=tiny", "trainer.learning_rate=1e-4,2e-4", "+environments.x.kwargs.url='a/b c','d'")
     points = load_points(given, places_for(None), os.environ, sweep=True)
@@ -60,7 +60,7 @@ def test_a_point_is_named_by_what_was_swept_safe_for_a_folder_and_a_job():
     assert name_point(1, ("x.kwargs.password=hunter2pass", "seed=1"), "") == "001_password_seed-1"
     assert len(name_point(12, [f"trainer.setting_{n}={n}" for n in range(40)], "")) <= 80
     found: list[Point] = []
-    search(GRID, places_for(None), os.environ, Path("unused"), lambda points: [*map(found.append, points)] and [1.0] * 4)
+    search(GRID, places_for(None), os.environ, tmp_path, lambda points: [*map(found.append, points)] and [1.0] * 4)
     assert [point.swept for point in found][:2] == [("algorithm=grpo", "seed=1"), ("algorithm=grpo", "seed=2")]
 
 

@@ -43,11 +43,25 @@ def test_one_environment_among_healthy_ones_is_told():
 
 def test_the_end_of_a_run_has_the_evidence_there_is():
     rates = FailureRates()
-    assert rates.describe() == ""
+    assert rates.describe("too easy or too hard") == ""
     play(rates, 1000, 2)
-    assert rates.describe() == (
+    assert rates.describe("too easy or too hard") == (
         f"in all, 500 of 1,000 rollouts of environments.quiz got no score (50%), 500 of them by one cause: {CAUSE}"
     )
     healthy = FailureRates()
     play(healthy, 1000, 50)
-    assert healthy.describe() == ""
+    assert healthy.describe("") == ""
+
+
+def test_what_the_reason_says_is_not_said_again():
+    rates = FailureRates()
+    play(rates, 200, 2)
+    assert rates.describe(f"8 groups failed in a row; the last cause: {CAUSE}") == ""
+
+
+def test_a_cause_that_names_each_prompt_fills_no_memory():
+    rates = FailureRates()
+    for number in range(10_000):
+        rates.note_failure("quiz", f"KeyError: {number}")
+    assert len(rates._failed["quiz"]) == 101
+    assert rates.describe("").endswith("9,900 of them by one cause: many different ones")

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from tests.run.conftest import Start
+from tests.run.conftest import Start, WholeRun
 
 PICKY = '''
 from collections import Counter
@@ -78,58 +78,44 @@ def test_a_reward_function_that_raises_for_2_of_8_samples_costs_2_samples(start:
         assert row["metrics"]["reward/policy/unfinished"] == row["metrics"]["reward/policy/rollouts"] / 3
 
 
-TENTH = """
+QUIZ = """
 from telescope.environments.base import Prompt, Reward, SingleTurn
 
-class Tenth(SingleTurn):
+class Quiz(SingleTurn):
     splits = ("train",)
 
     def prompts(self, split):
         return [Prompt(({"role": "user", "content": f"use {n} 2 3 make 9"},), answer=str(n)) for n in range(1, 400)]
 
     def reward(self, prompt, answer):
-        if len(answer) % 5 == 0:
+        if CONDITION:
             raise KeyError("gold")
-        return Reward(float(len(answer)))
+        return Reward(TOTAL)
 """
+
+
+def start_quiz(start: Start, home: Path, condition: str, total: str) -> WholeRun:
+    """A run of 20 steps whose rewards raise under a condition."""
+    folder = home / "plugins" / "environments"
+    folder.mkdir(parents=True)
+    (folder / "quiz.py").write_text(QUIZ.replace("CONDITION", condition).replace("TOTAL", total))
+    return start("--config-dir", str(home), "experiment=fake", "env=[quiz]", "number_of_steps=20")
 
 
 def test_a_reward_that_raises_now_and_then_is_told_while_it_happens(start: Start, tmp_path: Path) -> None:
-    home = tmp_path / "mine" / "plugins" / "environments"
-    home.mkdir(parents=True)
-    (home / "tenth.py").write_text(TENTH)
-    run = start("--config-dir", str(tmp_path / "mine"), "experiment=fake", "env=[tenth]", "number_of_steps=20")
+    run = start_quiz(start, tmp_path / "mine", "len(answer) % 5 == 0", "float(len(answer))")
     assert run.wait() == 0, run.said()
-    told = [row["message"] for row in run.rows("alerts") if row["source"] == "environments.tenth"]
+    told = [row["message"] for row in run.rows("alerts") if row["source"] == "environments.quiz"]
     assert told, run.said()
-    assert "rollouts of environments.tenth got no score (" in told[0]
-    assert re.search(r"KeyError: 'gold' \(.*tenth\.py line 12\)$", told[0]), told[0]
-    assert "rollouts of environments.tenth got no score (" in run.said()
-
-
-EQUAL = """
-from telescope.environments.base import Prompt, Reward, SingleTurn
-
-class Equal(SingleTurn):
-    splits = ("train",)
-
-    def prompts(self, split):
-        return [Prompt(({"role": "user", "content": f"use {n} 2 3 make 9"},), answer=str(n)) for n in range(1, 400)]
-
-    def reward(self, prompt, answer):
-        if int(prompt.answer) % 4 == 0:
-            raise KeyError("gold")
-        return Reward(0.0)
-"""
+    assert "rollouts of environments.quiz got no score (" in told[0]
+    assert re.search(r"KeyError: 'gold' \(.*quiz\.py line 12\)$", told[0]), told[0]
+    assert "rollouts of environments.quiz got no score (" in run.said()
 
 
 def test_the_last_sentence_has_the_evidence_there_is(start: Start, tmp_path: Path) -> None:
     """A quarter of the rewards raises, the rest are equal: that the task is too easy or too hard is not all there is to say."""
-    home = tmp_path / "mine" / "plugins" / "environments"
-    home.mkdir(parents=True)
-    (home / "equal.py").write_text(EQUAL)
-    run = start("--config-dir", str(tmp_path / "mine"), "experiment=fake", "env=[equal]", "number_of_steps=20")
+    run = start_quiz(start, tmp_path / "mine", "int(prompt.answer) % 4 == 0", "0.0")
     assert run.wait() == 70, run.said()
     reason = run.summary()["exit_reason"]
     assert "groups in a row had equal rewards" in reason
-    assert re.search(r"; in all, [\d,]+ of [\d,]+ rollouts of environments\.equal got no score \(\d+%\), .*KeyError", reason)
+    assert re.search(r"; in all, [\d,]+ of [\d,]+ rollouts of environments\.quiz got no score \(\d+%\), .*KeyError", reason)

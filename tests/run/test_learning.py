@@ -21,7 +21,7 @@ def finished(run: WholeRun, limit_s: float = LIMIT_S) -> WholeRun:
 
 
 def exact(run: WholeRun) -> list[float]:
-    """Share of exact answers among everything scored before each step, where anything was since the step before."""
+    """Share of exact answers of the versions that had ended by each step, where any had since the step before."""
     found = [row["metrics"].get("sample/exact") for row in run.rows("step_metrics")]
     return [value for value in found if value is not None]
 
