@@ -90,7 +90,7 @@ def _below(path: str, folders: Sequence[str]) -> bool:
 
 def calls(lane: str) -> dict[str, list[str]]:
     """Every command by name, in the order in which they begin."""
-    pytest = [sys.executable, "-m", "pytest", "-m", lane, "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", "-m", lane, "-p", "no:cacheprovider", "--durations=15", "--durations-min=5"]
     tests = {name: [*pytest, *arguments] for name, arguments in streams(lane).items()}
     checks = {"types": [sys.executable, "-m", "mypy"], "floors": [sys.executable, "-c", FLOORS]}
     return {**tests, **checks}

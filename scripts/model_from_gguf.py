@@ -72,7 +72,7 @@ def hugging_face_name(name: str) -> str:
         return f"model.layers.{found[1]}.{IN_A_LAYER[found[2]]}.weight"
     whole = WHOLE.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
     if whole is None:
-        raise SystemExit(f"{name} is no tensor of a plain Llama: this script doesn't know it")
+        raise SystemExit(f"{name} is not a tensor of a plain Llama: this script doesn't know it")
     return f"{whole}.weight"
 
 

@@ -13,21 +13,21 @@ def from_one(text: str) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return number
 
 
 def above_zero(text: str) -> float:
     """A finite number above 0, e.g. of seconds or gigabytes."""
     if (number := _finite(text)) is None or number <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 
 def from_zero(text: str) -> float:
     """A finite number of 0 or more, e.g. of seconds to wait, where 0 asks and does not wait."""
     if (number := _finite(text)) is None or number < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
     return number
 
 

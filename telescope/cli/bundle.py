@@ -204,7 +204,7 @@ def checkout(source: Path | None) -> Path:
     """The folder with pyproject.toml. Raises `BundleError` where this runs from an installed wheel and none is named."""
     found = source or Path(__file__).resolve().parents[2]
     if not (found / "pyproject.toml").exists():
-        raise BundleError(f"{found} is no checkout of Telescope: name one with --source DIR")
+        raise BundleError(f"{found} is not a checkout of Telescope: name one with --source DIR")
     return found
 
 

@@ -258,4 +258,4 @@ def _step(text: str) -> int | str:
         return text
     if text.isdecimal() and int(text) > 0:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no step: give a number from 1, `latest` or `all`")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a step: give a number from 1, `latest` or `all`")

@@ -81,8 +81,8 @@ def together(parts: Sequence[kept_steps.KeptShard]) -> TrainShard:
 
 
 def _rollouts(part: kept_steps.KeptShard) -> tuple[int, ...]:
-    """A rollout goes to one rank, or to all that share rows. (Items compare by their advantages too: none that is no number is
-    equal to itself.)"""
+    """A rollout goes to one rank, or to all that share rows. (Items compare by their advantages too: none that is not a
+    number is equal to itself.)"""
     return tuple(item.rollout_id for item in part.header.items)
 
 
@@ -114,14 +114,14 @@ def share(whole: TrainShard, world: World, seq_len: int) -> TrainShard:
 
 
 def broken_inputs(shard: TrainShard) -> Iterator[str]:
-    """What came in that is no finite number, in a sentence a trajectory."""
+    """What came in that is not a finite number, in a sentence a trajectory."""
     for item, trajectory in zip(shard.items, shards.trajectories(shard), strict=True):
         places = np.flatnonzero(trajectory.mask.astype(bool) & ~np.isfinite(trajectory.logprobs))
         if len(places):
             value = trajectory.logprobs[places[0]]
             yield (
-                f"{_name(item)}: the sampling log-prob of {len(places)} trained tokens is no finite number, first {value} at "
-                f"token {places[0]}"
+                f"{_name(item)}: the sampling log-prob of {len(places)} trained tokens is not a finite number, first {value} "
+                f"at token {places[0]}"
             )
         if not math.isfinite(item.advantage):
             yield f"{_name(item)}: its advantage is {item.advantage}"
@@ -173,7 +173,7 @@ def _job(config: RunConfig, world: World, weights: str | None, loss_scale: float
             return replace(made, recorded_loss_scale=loss_scale, rollouts=0, resume=checkpoints.trainer_part(folder))
         if not (folder / "config.json").is_file():
             raise CannotReplay(
-                f"--weights {weights} is no folder with a model in it, as it has no config.json, and no checkpoint, as it "
+                f"--weights {weights} is not a folder with a model in it, as it has no config.json, and no checkpoint, as it "
                 f"has no {checkpoints.COMPLETE}"
             )
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(folder)})})

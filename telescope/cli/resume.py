@@ -87,13 +87,13 @@ def _put(settings: dict[str, Any], place: str, value: Any) -> None:
         here = here.get(name) if isinstance(here, dict) else None
     if place in GROUPS or (isinstance(here, dict) and isinstance(here.get(last), dict)):
         raise WrongOverride(
-            f"{place}={value} is no single setting: name one, e.g. trainer.learning_rate=1e-5. Another choice of a group needs "
-            "the whole command line: `telescope run … run_dir=RUN_DIR checkpoint.resume=true`"
+            f"{place}={value} is not a single setting: name one, e.g. trainer.learning_rate=1e-5. Another choice of a group "
+            "needs the whole command line: `telescope run … run_dir=RUN_DIR checkpoint.resume=true`"
         )
     if not isinstance(here, dict) or last not in here:
         guess = nearest(place, tuple(_places(settings)))
         raise WrongOverride(
-            f"{place} is no setting of this run.{f' Did you mean {guess}?' if guess else ''} docs/configuration.md has all"
+            f"{place} is not a setting of this run.{f' Did you mean {guess}?' if guess else ''} docs/configuration.md has all"
         )
     here[last] = value
 

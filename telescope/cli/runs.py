@@ -230,7 +230,7 @@ def _tail(asked: argparse.Namespace) -> int:
         opened = open_file(log)
     except FileNotFoundError:
         if not log.parent.is_dir() and not run.config_json.exists():
-            sys.stderr.write(f"{asked.run} is no run directory: it has neither logs nor config.json\n")
+            sys.stderr.write(f"{asked.run} is not a run directory: it has neither logs nor config.json\n")
             return FAILED
         there = ", ".join(sorted(path.stem for path in log.parent.glob("*.log"))) or "none yet"
         sys.stderr.write(f"{asked.run} has no log of {asked.process}; there are: {there}\n")
@@ -273,7 +273,7 @@ def _stop(asked: argparse.Namespace) -> int:
     if seen.has_ended:
         return _has_ended(run)
     if holder is None:
-        named = "; ".join(map(str, seen.damaged)) or "it never started, or this is no run directory"
+        named = "; ".join(map(str, seen.damaged)) or "it never started, or this is not a run directory"
         sys.stderr.write(f"{asked.run} is not known to be watched by any process: {named}\n")
         return FAILED
     if find_state(holder) == "elsewhere":

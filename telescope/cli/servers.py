@@ -18,7 +18,7 @@ SHOWN = ("url", "model", "version")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0, 1 where no server listens or this is no run directory, 2 on wrong usage."""
+    """0, 1 where no server listens or this is not a run directory, 2 on wrong usage."""
     if list(arguments) in (["-h"], ["--help"]):
         sys.stdout.write(USAGE)
         return 0

@@ -295,13 +295,13 @@ def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> Run
 
 
 def _unreadable(path: Path) -> str:
-    """A sentence where the path has bytes that are no text here: no file of ours, in UTF-8 all, could name it."""
+    """A sentence where the path has bytes that are not text here: no file of ours, in UTF-8 all, could name it."""
     try:
         str(path).encode("utf-8")
     except UnicodeEncodeError:
         shown = str(path).encode("utf-8", "backslashreplace").decode()
         return (
-            f"run_dir={shown} is no text in this locale (encoding {sys.getfilesystemencoding()}): set LC_ALL=C.UTF-8, or name "
+            f"run_dir={shown} is not text in this locale (encoding {sys.getfilesystemencoding()}): set LC_ALL=C.UTF-8, or name "
             "another with run_dir=…"
         )
     return ""

@@ -2,7 +2,7 @@
 in which they travel (JSON, URLs, base64), and what has the shape of a key whoever wrote it.
 
 The standard library alone: the shim loads this file by its path. Refuses to know where the text goes. A value of fewer than
-`SHORTEST_SCRUBBED` characters may be an ordinary word, and a path that exists is no secret: both stay.
+`SHORTEST_SCRUBBED` characters may be an ordinary word, and a path that exists is not a secret: both stay.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Really stop the request in the engine, within one engine step. An unknown or finished one is no error."""
+        """Really stop the request in the engine, within one engine step. An unknown or finished one is not an error."""
         ...
 
     async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:

@@ -41,7 +41,7 @@ class Characters:
         self._texts = {index: text for text, index in self._ids.items()}
 
     def text(self, ids: np.ndarray) -> str:
-        """Tokens that are no single character become newlines, so that they part words."""
+        """Tokens that are not a single character become newlines, so that they part words."""
         return "".join(self._texts.get(int(index), "\n") for index in ids)
 
     def until(self, ids: list[int], stop: tuple[str, ...]) -> int:

@@ -74,7 +74,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 def shape_from(config: Mapping[str, Any]) -> ModelShape:
-    """The shape in a Hugging Face config.json. Raises ValueError where it is no dense decoder of this kind."""
+    """The shape in a Hugging Face config.json. Raises ValueError where it is not a dense decoder of this kind."""
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         kind = str(config.get("model_type", ""))

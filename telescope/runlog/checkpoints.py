@@ -234,8 +234,8 @@ def read(folder: Path) -> Complete:
         found = read_json(file, Complete)
     except OSError as error:
         raise CheckpointUnreadable(
-            f"{file} can't be read ({error.strerror}): {folder} is no complete checkpoint; name another step, or leave it out "
-            "for the latest complete one"
+            f"{file} can't be read ({error.strerror}): {folder} is not a complete checkpoint; name another step, or leave it "
+            "out for the latest complete one"
         ) from error
     except DamagedFile as error:
         raise CheckpointUnreadable(f"{error}: remove the folder {folder} and resume from an earlier step") from error

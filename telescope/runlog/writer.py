@@ -3,7 +3,7 @@
 `append` costs the caller one queue entry. A row is on disk when `write()` has returned (it survives SIGKILL, not power loss);
 only then is its `written` callback called. A disk that takes no row does not stop a run: rows wait in memory, are called
 written, and are tried again; what is more than memory should hold is counted as unlogged. So is a row that no JSON can hold;
-text that is no Unicode loses only the characters at fault. Whatever else ends the thread is raised by the next `append` and by
+text that is not Unicode loses only the characters at fault. Whatever else ends the thread is raised by the next `append` and by
 `close`. Refuses to know what rows mean (schema.py does) and where files lie (layout.py does).
 """
 

@@ -281,7 +281,7 @@ class _SaveUnderWay:
 
 
 class _Sending(threading.Thread):
-    """One `send` in a thread. `error`: what it ended with, where that is no answer but the end of this process."""
+    """One `send` in a thread. `error`: what it ended with, where that is not an answer but the end of this process."""
 
     def __init__(
         self, publisher: Publisher, order: SendWeights, answer: Callable[[Body], object], timeline: Timeline | None

@@ -103,7 +103,7 @@ def _bucket(specs: Sequence[TensorSpec]) -> Bucket:
 
 
 def misplaced(specs: Sequence[TensorSpec], nbytes: int) -> list[str]:
-    """What can't be true of a layout of `nbytes`, in sentences: a size that is not its shape's, a place that is no place of its
+    """What can't be true of a layout of `nbytes`, in sentences: a size that is not its shape's, a place that is not one of its
     dtype, beyond the end or another tensor's. Whoever writes it piece by piece would notice too late, or never."""
     found, end, before = [], 0, ""
     for spec in sorted(specs, key=lambda spec: spec.offset):

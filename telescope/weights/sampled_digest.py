@@ -105,7 +105,7 @@ def _sums(data: Tensor, specs: Sequence[TensorSpec], places: Tensor, *, whole: b
     for spec in specs:
         first, odd = divmod(spec.offset - start, 8)
         if odd:
-            raise ValueError(f"tensor {spec.name} begins at byte {spec.offset}, which is no multiple of 8")
+            raise ValueError(f"tensor {spec.name} begins at byte {spec.offset}, which is not a multiple of 8")
         count = spec.nbytes // 8
         pieces = (every[first : first + count], *_tail(data[spec.offset - start :], spec.nbytes))
         if together and held + count > _most():

@@ -208,7 +208,7 @@ REFUSED = {
         {"num_local_experts": 4, "layer_types": ["full_attention", "minimax_m3_sparse"]},
         r"chooses for each token which of those before it it sees \(MiniMaxM3VLIndexer\), which no attention of this backend",
     ),
-    "phimoe, a window that is no multiple of what rows are": (
+    "phimoe, a window that is not a multiple of what rows are": (
         "phimoe",
         {"sliding_window": 150, "num_local_experts": 4},
         r"hides tokens of samples of 151 tokens and more .* set inference\.max_model_len=150 or less",

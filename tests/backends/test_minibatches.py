@@ -151,7 +151,7 @@ def test_a_minibatch_that_nothing_is_left_of_moves_no_weight(build):
 
 @pytest.mark.parametrize("sizes", [(8, 0), (0, 8), (0, 8, 0)])
 def test_a_minibatch_that_nothing_is_left_of_counts_in_no_mean(build, sizes):
-    """Its share of the loss and its gradient are 0 because nothing was asked of it, which is no measurement."""
+    """Its share of the loss and its gradient are 0 because nothing was asked of it, which is not a measurement."""
     alone = build(make_job()).train_step(make_shard()).metrics
     found = build(make_job()).train_step(in_minibatches(make_shard(), sizes)).metrics
     assert (found["updates"], found["update_skipped"]) == (len(sizes), len(sizes) - 1)
@@ -208,7 +208,7 @@ def test_two_epochs_are_four_updates_against_the_log_probs_before_the_first(buil
 
 
 def test_a_loss_that_raises_is_named_with_step_and_line(build):
-    """Also where the words are those of a collective that broke: it is no other rank's fault."""
+    """Also where the words are those of a collective that broke: it is not another rank's fault."""
 
     class Own(GRPO):
         def token_losses(self, row: PackedRow, ratio: torch.Tensor) -> TokenLosses:

@@ -9,16 +9,16 @@ import pytest
 from telescope.cli.arguments import above_zero, from_one, from_zero
 
 COMMANDS = [
-    ("telescope.cli.env.check", ["countdown", "--prompts", "0"], "argument --prompts: '0' is no whole number from 1 on"),
-    ("telescope.cli.env.check", ["countdown", "--samples", "-1"], "argument --samples: '-1' is no whole number from 1 on"),
-    ("telescope.cli.doctor", ["logprobs", "--samples", "0"], "argument --samples: '0' is no whole number from 1 on"),
-    ("telescope.cli.bundle", ["out", "--part-mb", "0"], "argument --part-mb: '0' is no whole number from 1 on"),
-    ("telescope.cli.replay", ["run", "--step", "0"], "argument --step: '0' is no whole number from 1 on"),
-    ("telescope.cli.runs", ["tail", "run", "-n", "0"], "argument -n/--lines: '0' is no whole number from 1 on"),
-    ("telescope.cli.runs", ["stop", "run", "--timeout", "nan"], "argument --timeout: 'nan' is no number from 0 on"),
-    ("telescope.cli.runs", ["stop", "run", "--timeout=-1"], "argument --timeout: '-1' is no number from 0 on"),
+    ("telescope.cli.env.check", ["countdown", "--prompts", "0"], "argument --prompts: '0' is not a whole number from 1 on"),
+    ("telescope.cli.env.check", ["countdown", "--samples", "-1"], "argument --samples: '-1' is not a whole number from 1 on"),
+    ("telescope.cli.doctor", ["logprobs", "--samples", "0"], "argument --samples: '0' is not a whole number from 1 on"),
+    ("telescope.cli.bundle", ["out", "--part-mb", "0"], "argument --part-mb: '0' is not a whole number from 1 on"),
+    ("telescope.cli.replay", ["run", "--step", "0"], "argument --step: '0' is not a whole number from 1 on"),
+    ("telescope.cli.runs", ["tail", "run", "-n", "0"], "argument -n/--lines: '0' is not a whole number from 1 on"),
+    ("telescope.cli.runs", ["stop", "run", "--timeout", "nan"], "argument --timeout: 'nan' is not a number from 0 on"),
+    ("telescope.cli.runs", ["stop", "run", "--timeout=-1"], "argument --timeout: '-1' is not a number from 0 on"),
     ("telescope.cli.export", ["1", "--run-dir", "r", "--to", "t", "--shard-gb", "-2"],
-     "argument --shard-gb: '-2' is no number above 0"),
+     "argument --shard-gb: '-2' is not a number above 0"),
 ]  # fmt: skip
 
 

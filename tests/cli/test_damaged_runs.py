@@ -175,7 +175,7 @@ def call(command: str, run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[i
 
 
 def left_of(run: Path) -> list[tuple[str, int]]:
-    """All names, and sizes of what is no folder; `attempts.jsonl` is the lock too."""
+    """All names, and sizes of what is not a folder; `attempts.jsonl` is the lock too."""
     names = (path for path in sorted(run.rglob("*")) if path.name != "attempts.jsonl")
     return [(str(path.relative_to(run)), 0 if path.is_dir() else path.lstat().st_size) for path in names]
 

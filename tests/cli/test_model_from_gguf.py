@@ -169,7 +169,7 @@ def test_what_the_script_does_not_know_it_refuses_and_writes_no_model(script, mo
     cases = [
         (write(tmp_path / "qwen.gguf", tensors, {}, architecture="qwen2"), "general.architecture=qwen2"),
         (write(tmp_path / "pre.gguf", tensors, {}, pre="llama-bpe"), "gpt2/llama-bpe"),
-        (write(tmp_path / "biased.gguf", biased, {}), "blk.0.attn_q.bias is no tensor of a plain Llama"),
+        (write(tmp_path / "biased.gguf", biased, {}), "blk.0.attn_q.bias is not a tensor of a plain Llama"),
         (write(tmp_path / "lacking.gguf", lacking, {}), "holds 19 tensors: a Llama of 2 layers has 20"),
     ]
     for path, said in cases:

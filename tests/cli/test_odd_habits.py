@@ -42,7 +42,7 @@ def test_a_folder_whose_name_is_no_text_is_refused_in_a_sentence(tmp_path: Path)
     os.mkdir(folder)
     done = subprocess.run([*RUN, "run_dir=run"], cwd=folder, env=environment(), capture_output=True, timeout=100, check=False)
     assert done.returncode == 1
-    assert b"/gr\\udcfcn/run is no text in this locale (encoding utf-8): set LC_ALL=C.UTF-8" in done.stderr
+    assert b"/gr\\udcfcn/run is not text in this locale (encoding utf-8): set LC_ALL=C.UTF-8" in done.stderr
     assert os.listdir(folder) == []
 
 

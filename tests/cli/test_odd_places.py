@@ -14,7 +14,7 @@ from telescope.cli.main import main
     [
         (
             "runs stop {file}",
-            "{file} is not known to be watched by any process: it never started, or this is no run directory\n",
+            "{file} is not known to be watched by any process: it never started, or this is not a run directory\n",
         ),
         ("env audit {file}", "{file} has no config.json: it is not a run directory\n"),
         ("bundle {file}", "telescope bundle: {file}: Not a directory; name a new folder\n"),

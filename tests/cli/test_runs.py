@@ -119,7 +119,7 @@ def test_a_log_is_shown_to_its_end_once_the_run_is_over(tmp_path: Path, capsys):
     assert runs.main(["tail", str(run.path), "--process", "server-9"]) == 1
     assert "has no log of server-9; there are: orchestrator" in capsys.readouterr().err
     assert runs.main(["tail", str(tmp_path / "nowhere")]) == 1
-    assert "nowhere is no run directory: it has neither logs nor config.json" in capsys.readouterr().err
+    assert "nowhere is not a run directory: it has neither logs nor config.json" in capsys.readouterr().err
 
 
 def test_stop_asks_the_process_that_watches_as_ctrl_c_would_and_waits_for_its_end(tmp_path: Path, capsys):
@@ -311,8 +311,8 @@ def test_resume_says_what_it_cannot_change_and_which_setting_was_meant(tmp_path:
         config_json=settings(number_of_steps=3, algorithm={"name": "grpo"}, trainer={"learning_rate": 0.1}),
     )
     assert runs.main(["resume", str(run.path), "number_of_stps=9"]) == 2
-    assert "number_of_stps is no setting of this run. Did you mean number_of_steps?" in capsys.readouterr().err
+    assert "number_of_stps is not a setting of this run. Did you mean number_of_steps?" in capsys.readouterr().err
     assert runs.main(["resume", str(run.path), "algorithm=rloo"]) == 2
-    assert "algorithm=rloo is no single setting" in capsys.readouterr().err
+    assert "algorithm=rloo is not a single setting" in capsys.readouterr().err
     assert runs.main(["resume", str(run.path), "trainer.lerning_rate=1"]) == 2
     assert "Did you mean trainer.learning_rate?" in capsys.readouterr().err

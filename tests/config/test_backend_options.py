@@ -11,7 +11,10 @@ from telescope.backends.fsdp import FSDP
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"reshard_after_forward": 1}, "backend.reshard_after_forward=1 is no group of ranks: set true, false, or 2 or more"),
+        (
+            {"reshard_after_forward": 1},
+            "backend.reshard_after_forward=1 is not a group of ranks: set true, false, or 2 or more",
+        ),
         ({"offload": "optimizer", "optimizer": "sgd"}, "which has no moments: leave it out"),
         (
             {"offload": "parameters", "optimizer": "muon"},

@@ -20,7 +20,7 @@ from tests.config.conftest import compose_one, sentences
 
 CONF = Path(__file__).parents[2] / "conf"
 PRESETS = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
-# what a preset needs beside it, where it is no whole choice of its own
+# what a preset needs beside it, where it is not a whole choice of its own
 COMPANY = {
     "inference/fake.yaml": ["backend=fake"],
     "backend/fake.yaml": ["inference=fake"],

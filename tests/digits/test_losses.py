@@ -254,5 +254,5 @@ def test_a_weight_of_another_shape_than_one_a_token_is_refused_by_name():
 
 
 def test_a_rows_share_is_one_number():
-    with pytest.raises(ValueError, match=r"^a loss of shape \[2\] is no row's share: add it up to one number"):
+    with pytest.raises(ValueError, match=r"^a loss of shape \[2\] is not a row's share: add it up to one number"):
         LossOutput(loss=f64([1.0, 2.0]), sums={}, peaks={})

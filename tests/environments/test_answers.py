@@ -59,7 +59,7 @@ ALL = r"(-\infty,\infty)"
 @pytest.mark.parametrize(
     ("one", "other", "right"),
     [
-        # a letter alone is no interval, and a bound may stand before or behind a space
+        # a letter alone is not an interval, and a bound may stand before or behind a space
         (r"\text{(B)}", ALL, False), ("x", ALL, False), ("R", rf"x \in {ALL}", False), ("k", rf"\{{{ALL}\}}", False),
         ("[-2,7]", r"-2 \leq x \leq 7", True), (r"[-\frac12,\frac12]", r"-\frac12 \le x \le \frac12", True),
         ("[0,1]", r"0 \le y \le 1", True), ("[-2,7)", r"-2 \leq x \leq 7", False), ("[-2,7]", r"-2 \leq x \leq 8", False),
@@ -85,7 +85,7 @@ ALL = r"(-\infty,\infty)"
         # "about" behind a number is a second answer
         (r"3 \approx 4", "4", False), (r"3 \approx 4", "3", False), (r"5 \approx 6", "x=5", False),
         (r"5 \approx 6", "6", False), (r"x \approx 5", "5", True), (r"\approx 17", "17", True),
-        # words of number and operation are no units
+        # words of number and operation are not units
         ("5", "5 plus six", False), ("5", "5 times two", False), ("5", "5 over two", False), ("5", "5 halves", False),
         ("5", "5 squared", False), ("5", "5 times", True), ("5", "5 overtimes", True),
     ],
@@ -223,11 +223,11 @@ def test_a_prompt_says_by_its_end_whether_a_thought_is_open(prompt: str, tag: st
 
 TESTS: list[tuple[Any, str, str]] = [
     ({"inputs": ["1", "2"], "outputs": ["1"]}, "", "2 inputs and 1 outputs: each input needs one output"),
-    (["assert f(1) == 1", "assert f(2) ="], "", r"test 2 is no Python, line 1: 'assert f\(2\) ='"),
+    (["assert f(1) == 1", "assert f(2) ="], "", r"test 2 is not Python, line 1: 'assert f\(2\) ='"),
     ("assert True", "f", r"test 1 calls check\(f\), and defines no check"),
     ({"fn_name": "f", "inputs": [[float("nan")]], "outputs": [1]}, "", "has arguments that can't be written as Python"),
     ({"fn_name": "f", "inputs": [[1]], "outputs": [float("nan")]}, "", "wants 'NaN', which equals nothing"),
-    ({"fn_name": "f(x)", "inputs": [[1]], "outputs": [1]}, "", r"calls 'f\(x\)', which is no name of a function"),
+    ({"fn_name": "f(x)", "inputs": [[1]], "outputs": [1]}, "", r"calls 'f\(x\)', which is not a name of a function"),
     ({"inputs": ["\ud800"], "outputs": ["1"]}, "", "test 1 holds half a character"),
     ([], "", "there is no test"),
 ]
@@ -253,7 +253,7 @@ def test_a_row_that_can_never_be_passed_is_refused_with_its_number_and_line(tmp_
     rows = [{"text": "q", "code": code, "test_setup_code": "", "test_list": ["assert 1"]} for code in ("x = 1", "x = ")]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = CodeGeneration(data_dir=str(tmp_path), subsets=(), eval_split="train")
-    with pytest.raises(NoRows, match=r"row 1 of .*train\.jsonl, line 2: .*solution_field=code is no Python, line 1: 'x ='"):
+    with pytest.raises(NoRows, match=r"row 1 of .*train\.jsonl, line 2: .*solution_field=code is not Python, line 1: 'x ='"):
         task.prompts("train")
     assert len(task.model_copy(update={"unreadable": "leave_out"}).prompts("train")) == 1
 

@@ -339,7 +339,7 @@ async def test_half_a_surrogate_pair_that_an_environment_says_is_put_to_the_poli
 ) -> None:
     chat = TokenChat(tiny, Script(([72, 1], "stop"), ([72, 1], "stop")), 100)
     await chat.say(user("a\ud800"))
-    await chat.say(user("b\udcff"))  # the name of a file that is no UTF-8
+    await chat.say(user("b\udcff"))  # the name of a file that is not UTF-8
     record = chat.recording()
     assert record.prompt_text == "<|user|>a\ufffd<|assistant|>"
     assert len(record.branches) == 1

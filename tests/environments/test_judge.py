@@ -158,7 +158,7 @@ async def test_the_breaker_leaves_a_judge_alone_and_one_request_tries_again():
         with pytest.raises(GraderError):
             await judge.yes_or_no("?", answer="x")
         assert judge.breaker.state is BreakerState.OPEN
-        # Waiting while it is open is no request: one that fails, then 20 s of pause, then one that is answered.
+        # Waiting while it is open is not a request: one that fails, then 20 s of pause, then one that is answered.
         assert await judge.yes_or_no("?", answer="x")
         assert judge.breaker.state is BreakerState.CLOSED
     assert len(server.requests) == 4

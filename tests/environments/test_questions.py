@@ -183,7 +183,7 @@ def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pyte
         Math500(data_dir=str(tmp_path / "train.jsonl"), train_split="train").prompts("train")
     (tmp_path / "train.jsonl").write_text("{no json")
     with pytest.raises(
-        NoRows, match=r"train\.jsonl can't be read: line 1 is no JSON: Expecting property name .* at character 2"
+        NoRows, match=r"train\.jsonl can't be read: line 1 is not JSON: Expecting property name .* at character 2"
     ):
         Math500(data_dir=str(tmp_path), train_split="train").prompts("train")
     import datasets

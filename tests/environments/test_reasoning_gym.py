@@ -1,4 +1,4 @@
-"""The adapter of reasoning-gym: its oracles score 1, wrong answers do not, and scorers that raise are no reward."""
+"""The adapter of reasoning-gym: its oracles score 1, wrong answers do not, and scorers that raise give no reward."""
 
 from __future__ import annotations
 

@@ -86,9 +86,9 @@ def test_what_stands_in_a_column_that_nobody_asked_for_refuses_no_file(tmp_path:
         (b'{"question": "q", "answer": ["4", "5"]}', r"holds a list, \['4', '5'\], where .* is wanted: make the column a text"),
         (b'{"question": {"q": 1}, "answer": "4"}', r"line 3: column 'question' holds an object"),
         (b'{"question": "q", "answer": "\xe94"}', r"not UTF-8: line 3, column 'answer' holds '.*4': write the file as UTF-8"),
-        (b'{"question": "q", "answer": 4,}', r"line 3 is no JSON: .* at character 31, near .*: mend the line or take it out"),
+        (b'{"question": "q", "answer": 4,}', r"line 3 is not JSON: .* at character 31, near .*: mend the line or take it out"),
         (b'"q"', r"line 3 is not an object of columns: 'q'"),
-        (b"[" * 100_000, r"line 3 is no JSON: it is nested too deeply"),
+        (b"[" * 100_000, r"line 3 is not JSON: it is nested too deeply"),
     ],
 )  # fmt: skip
 def test_a_refusal_names_file_line_column_value_and_remedy(line: bytes, said: str, tmp_path: Path) -> None:

@@ -402,7 +402,7 @@ class Rules:
             self.ages.append(age)
         for group_id, rollout_ids in zip(command.baseline_group_ids, command.baseline_rollout_ids, strict=True):
             group = self.groups[group_id]
-            keep(group.state == "discarded" and not group.baseline, f"group {group_id} is no fresh discard")
+            keep(group.state == "discarded" and not group.baseline, f"group {group_id} is not a fresh discard")
             group.baseline = True
             self._whole(group_id, rollout_ids)
             keep(len({group.rewards[rollout_id] for rollout_id in rollout_ids}) == 1, f"group {group_id} was worth keeping")

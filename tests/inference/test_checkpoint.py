@@ -52,7 +52,7 @@ def test_a_folder_without_safetensors_and_a_file_that_is_none_are_named(tmp_path
     with pytest.raises(ModelFilesUnreadable, match=r"has no \*.safetensors file"):
         checkpoint_tensors(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not at all a checkpoint")
-    with pytest.raises(ModelFilesUnreadable, match=r"model.safetensors is no safetensors file|can't be read"):
+    with pytest.raises(ModelFilesUnreadable, match=r"model.safetensors is not a safetensors file|can't be read"):
         checkpoint_tensors(tmp_path)
 
 

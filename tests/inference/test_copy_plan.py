@@ -147,7 +147,7 @@ def curious(model: Half, weights):
     ("loader", "words"),
     [
         (scaled, "the loader copies computed values into norm"),
-        (added, r"the loader writes norm with aten\.add_\.Tensor, which is no copy"),
+        (added, r"the loader writes norm with aten\.add_\.Tensor, which is not a copy"),
         (forgetful, "of 1 parameters the loader does not write each element once: qk"),
         (twice, "of 1 parameters the loader does not write each element once: norm"),
         (curious, "the loader needs more than names and shapes: "),

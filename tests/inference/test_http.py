@@ -221,7 +221,7 @@ def test_an_unknown_parser_is_told_with_the_known_ones():
     assert unknown_parsers(InferenceSettings()) == ""
     assert unknown_parsers(InferenceSettings(tool_call_parser="hermes", reasoning_parser="qwen3")) == ""
     said = unknown_parsers(InferenceSettings(tool_call_parser="hermse"))
-    assert said.startswith("inference.tool_call_parser=hermse is no parser of this vLLM, which has ")
+    assert said.startswith("inference.tool_call_parser=hermse is not a parser of this vLLM, which has ")
     assert "hermes" in said
 
 
@@ -253,7 +253,7 @@ def test_a_taken_port_and_one_beyond_the_last_are_told_in_words():
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.7"])
 def test_a_host_that_is_not_here_is_told_by_its_setting_and_not_by_the_port(host: str):
-    with pytest.raises(PortTaken, match=rf"^inference.host={host} is no address of this host \("):
+    with pytest.raises(PortTaken, match=rf"^inference.host={host} is not an address of this host \("):
         bind(host, DEFAULT_PORT, 0)
 
 

@@ -116,7 +116,7 @@ async def test_adapters_are_served_as_the_trainer_computes_them_and_requests_kee
             ends |= await until(here, number, number)
         assert set(ends[number].arrays[2].tolist()) == {2}
 
-        # Whatever is no whole adapter is refused, and the old one serves on.
+        # Whatever is not a whole adapter is refused, and the old one serves on.
         manifest = trainer.publish(4)
         partial = msgspec.structs.replace(manifest, tensors=manifest.tensors[1:])
         failed = (await here.ask(PrepareWeights(manifest=partial))).body

@@ -399,7 +399,7 @@ def test_a_member_that_came_late_is_not_missed_by_all():
     for _ in range(3):
         desk.say("server-0", missing("server-1/0", "trainer-0"))
         desk.tick(desk.now + GRACE_S + 0.1)
-        desk.say("trainer-0", missing("server-2/0"), at=-2)  # by then it was there; and server-2 is no member
+        desk.say("trainer-0", missing("server-2/0"), at=-2)  # by then it was there; and server-2 is not a member
         desk.aborted(*SERVERS, *RANKS)
     assert (desk.update.phase, desk.fenced) == (UpdatePhase.FAILED, {})
 

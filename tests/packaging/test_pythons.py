@@ -65,7 +65,7 @@ def test_everything_without_torch_on(version: str, tmp_path: Path) -> None:
 
 
 def a_run_of_the_wheel(python: Path, folder: Path) -> None:
-    """Real processes, sockets and files from an installed wheel, in a folder that is no checkout."""
+    """Real processes, sockets and files from an installed wheel, in a folder that is not a checkout."""
     build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder / "dist", CHECKOUT]
     subprocess.run(build, check=True, capture_output=True, timeout=RUN_S)
     (wheel,) = (folder / "dist").glob("*.whl")

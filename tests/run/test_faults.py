@@ -41,7 +41,7 @@ def test_a_run_that_trains_nothing_any_more_ends_with_the_step_since_which_that_
 
 @pytest.mark.slow
 def test_a_run_whose_directory_is_moved_away_ends_with_its_name(start: Start, tmp_path: Path):
-    """Its files are open and take every row, and nothing of it would be found; saves make a folder anew, which is no run's."""
+    """Its files are open and take every row, and nothing of it would be found; saves make a folder anew, not a run's."""
     run = start(*LONG, "checkpoint.every=20", "checkpoint.keep_last=1")
     run.until_step(2)
     run.remember()

@@ -1,4 +1,4 @@
-"""An algorithm that is no part of the package takes part in a whole run, with its own settings from the command line."""
+"""An algorithm that is not a part of the package takes part in a whole run, with its own settings from the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A weight transport that is no part of the package takes part in a whole run, with its own settings from the command line."""
+"""A weight transport from outside the package takes part in a whole run, with its own settings from the command line."""
 
 from __future__ import annotations
 

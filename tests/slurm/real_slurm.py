@@ -183,7 +183,7 @@ class Slurm:
         return done.stdout
 
     def sbatch(self, *options: str) -> str:
-        """Submit something that is no run; its number. With no file named for its output it would leave one where we stand."""
+        """Submit what is not a run; its number. With no file named for its output it would leave one where we stand."""
         return self.client("sbatch", "--parsable", f"--output={self.folder}/job-%j.out", *options).strip()
 
     def job(self, job_id: str) -> dict[str, str]:

@@ -1,12 +1,13 @@
 """Whole runs in a real Slurm: three nodes on this machine, fake GPUs, real processes. The slow lane.
 
-All but one are those of a user who has installed the wheel and stands in a folder that is no checkout.
+All but one are those of a user who has installed the wheel and stands in a folder that is not a checkout.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -53,6 +54,23 @@ def step_daemon(process: psutil.Process) -> psutil.Process:
     return daemon
 
 
+def telescope(slurm: Slurm, temporary: Path, *words: str) -> subprocess.Popen[str]:
+    """A command as somebody on the login node types it, begun and not waited for."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "telescope", *words],
+        env={**slurm.environment, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "LD_PRELOAD": ""},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=200)
+    return process.returncode, out, err
+
+
 def summary(directory: RunDirectory) -> dict[str, object]:
     return json.loads(directory.summary_json.read_text())
 
@@ -95,6 +113,27 @@ def test_a_sweep_of_four_points_is_one_array_of_which_two_run_at_once(slurm: Slu
     assert [summary(job.directory)["steps"] for job in jobs] == [3] * 4
     assert max(at_once) <= 2
     assert len({read_identity(job.directory).run_id for job in jobs}) == 4
+    names = [job.directory.path.name for job in jobs]
+    assert names == [f"00{point}_seed-{point}" for point in range(4)]
+    assert [slurm.job(job.job_id)["JobName"] for job in jobs] == names
+    code, listed, told = finished(telescope(slurm, jobs[0].temporary, "runs", "list", str(jobs[0].directory.path.parent)))
+    assert code == 0, told
+    table = [line.split() for line in listed.split("\n\n")[1].splitlines()[1:5]]
+    assert sorted((line[0], line[-1]) for line in table) == [(str(point), f"seed={point}") for point in range(4)]
+    assert all(math.isfinite(float(line[2])) for line in table), listed
+
+
+def test_what_sbatch_refuses_leaves_nothing_and_can_be_submitted_again(slurm: Slurm, submit: Submit, tmp_path: Path):
+    (tmp_path / "temporary").mkdir()
+    words = ("run", f'run_dir="{tmp_path}/a run"', "cluster=slurm", *SMALL, "cluster.slurm.partition=nowhere")
+    code, _, told = finished(telescope(slurm, tmp_path / "temporary", *words))
+    assert code == 1
+    assert "sbatch refused the job" in told
+    assert "invalid partition" in told.lower()
+    assert not (tmp_path / "a run").exists()
+    assert slurm.client("squeue", "--noheader") == ""
+    (job,) = submit(slurm, *SMALL)
+    assert job.until_ended().why == "done"
 
 
 @pytest.mark.parametrize("tracking", ["slurm", "plain_slurm"])
@@ -200,26 +239,23 @@ def test_the_real_trainer_and_the_real_engine_train_in_a_job(slurm: Slurm, submi
     assert job.left() == []
 
 
-def test_stop_saves_the_step_under_way_and_a_second_resume_is_refused(slurm: Slurm, submit: Submit):
+def test_stop_saves_the_step_under_way_and_one_of_two_resumes_at_once_is_refused(slurm: Slurm, submit: Submit):
     (job,) = submit(slurm, *LONG, "checkpoint.every=1000000", python=sys.executable, cwd=ROOT)
     job.until_under_way()
     job.until(lambda: (read_object(job.directory.status_json).get("step") or 0) >= 1, "a step is trained")
-
-    def runs(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "telescope", "runs", *words]
-        environment = {**slurm.environment, "OMP_NUM_THREADS": "1", "TMPDIR": str(job.temporary)}
-        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-
-    stopped = runs("stop", str(job.directory.path), "--timeout", "150")
-    assert (stopped.returncode, stopped.stdout) == (0, f"{job.directory.path} has ended.\n"), stopped.stderr
-    ended = job.attempts[0]
-    assert (ended.why, ended.exit_code, ended.requeued) == ("cancelled", 75, False)
+    runs = functools.partial(telescope, slurm, job.temporary, "runs")
+    path, later = str(job.directory.path), 'cluster.slurm.sbatch=["--begin=now+1hour"]'
+    code, out, err = finished(runs("stop", path, "--timeout", "150"))
+    assert (code, out) == (0, f"{path} has ended.\n"), err
+    attempt = job.attempts[0]
+    assert (attempt.why, attempt.exit_code, attempt.requeued) == ("cancelled", 75, False)
     assert summary(job.directory)["exit_reason"].endswith("is complete")
     job.until_gone()
-    held = runs("resume", str(job.directory.path), 'cluster.slurm.sbatch=["--begin=now+1hour"]')
-    assert held.returncode == 0, held.stderr
-    assert "pending: BeginTime" in runs("list", str(job.directory.path)).stdout
-    again = runs("resume", str(job.directory.path))
-    assert again.returncode == 1
-    assert "in Slurm, which is PENDING" in again.stderr
-    assert "is cancelled" in runs("stop", str(job.directory.path)).stdout
+    both = [finished(each) for each in [runs("resume", path, later), runs("resume", path, later)]]
+    assert sorted(code for code, _, _ in both) == [0, 1], both
+    assert len(slurm.client("squeue", "--noheader").splitlines()) == 1
+    assert "pending: BeginTime" in finished(runs("list", path))[1]
+    code, _, err = finished(runs("resume", path))
+    assert code == 1
+    assert "in Slurm, which is PENDING" in err
+    assert "is cancelled" in finished(runs("stop", path))[1]

@@ -1,4 +1,4 @@
-"""A step that went wrong is kept, and run again alone it says what in it is no finite number: by name."""
+"""A step that went wrong is kept, and run again alone it says what in it is not a finite number: by name."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_missing_log_prob_is_named_and_nothing_is_run(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "kept because it ended with ValueError: rollout 101 lacks" in said
     assert (
-        "rollout 101 of group 0 (23 tokens): the sampling log-prob of 1 trained tokens is no finite number, first inf at"
+        "rollout 101 of group 0 (23 tokens): the sampling log-prob of 1 trained tokens is not a finite number, first inf at"
         in said
     )
 
@@ -189,7 +189,7 @@ def test_under_torchrun_the_meeting_place_is_there_already(tmp_path, monkeypatch
 
 
 def test_a_step_of_ranks_that_shared_rows_and_weights_is_run_by_one(tmp_path, capsys):
-    """Both ranks of a pair kept the same trajectories, one with an advantage that is no number: it counts once."""
+    """Both ranks of a pair kept the same trajectories, one with an advantage that is not a number: it counts once."""
     run, config = kept_run(tmp_path, context_parallel_size=2, replicas=2, reshard_after_forward=2)
     shard = with_advantage(make_shard(3), 2, float("nan"))
     for rank in range(4):
@@ -421,5 +421,5 @@ def test_what_was_not_kept_or_not_wholly_is_refused_in_words(tmp_path, capsys):
     assert "rank_1.npz is damaged: " in capsys.readouterr().err
     keeper(run, config).trained(make_shard(4), wrong())
     assert main([str(run.path), "--step", "4", "--weights", str(tmp_path)]) == 1
-    assert "is no folder with a model in it" in capsys.readouterr().err
+    assert "is not a folder with a model in it" in capsys.readouterr().err
     assert main([str(run.path), "--weights", str(tmp_path)]) == 2

@@ -30,7 +30,7 @@ from telescope.weights.buckets import Bucket, ModelTensor
 from telescope.weights.transport_choice import transport_named
 
 SHAPES = {"embed": (33, 24), "one_row": (1, 40), "norm": (24,), "odd": (7, 3), "big": (64, 96), "last": (5,)}
-"""Rows that two ranks can't halve, one that only rank 0 has, sizes that are no multiples of 64 bytes."""
+"""Rows that two ranks can't halve, one that only rank 0 has, sizes that are not multiples of 64 bytes."""
 
 
 def made_up(seed: int, bulk: int) -> dict[str, Tensor]:

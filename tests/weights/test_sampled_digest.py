@@ -129,5 +129,5 @@ def test_a_sample_added_bucket_by_bucket_says_what_the_digests_of_its_tensors_sa
 
 def test_a_tensor_that_does_not_begin_at_a_word_is_refused():
     spec = TensorSpec("askew", "uint8", (8,), 4, 8)
-    with pytest.raises(ValueError, match="askew begins at byte 4, which is no multiple of 8"):
+    with pytest.raises(ValueError, match="askew begins at byte 4, which is not a multiple of 8"):
         digests(some_bytes(), [spec])

@@ -69,7 +69,7 @@ async def town(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
 async def test_a_port_that_could_not_be_reached_for_a_reason_of_the_workers_own_is_tried_again(town: Town):
     secret = town.run.secret_key("worker-0")
     key = secret.read_bytes()
-    secret.chmod(0o644)  # open to others, so it is no secret
+    secret.chmod(0o644)  # open to others, so it is not a secret
     with pytest.raises(DirectPathLost, match="is open to others"):
         await asyncio.wait_for(town.bring("a"), 60)
     secret.chmod(0o600)

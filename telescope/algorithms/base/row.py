@@ -81,4 +81,4 @@ class LossOutput:
 
     def __post_init__(self) -> None:
         if self.loss.ndim:
-            raise ValueError(f"a loss of shape {list(self.loss.shape)} is no row's share: add it up to one number")
+            raise ValueError(f"a loss of shape {list(self.loss.shape)} is not a row's share: add it up to one number")

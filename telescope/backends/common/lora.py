@@ -17,7 +17,7 @@ ADAPTER = "default"
 
 
 class NoSuchModule(ValueError):
-    """A targeted name is no matrix of this model, or none that can have an adapter."""
+    """A targeted name is not a matrix of this model, or none that can have an adapter."""
 
 
 def inject(lm: Any, lora: LoraSettings) -> None:

@@ -160,7 +160,7 @@ class _RankWriter(HuggingFaceStorageWriter):
         for item in plan.items:
             held = planner.resolve_data(item)
             if not isinstance(held, Tensor) or item.tensor_data is None:
-                raise TypeError(f"{item.index.fqn} is no tensor")
+                raise TypeError(f"{item.index.fqn} is not a tensor")
             name = f"shard-{self._of + 1:05d}-model-{self._files[item.index.fqn]:05d}-of-{last:05d}.safetensors"
             part = TensorFile(held, item.tensor_data.chunk.offsets)
             files.setdefault(self._folder / name, {})[item.index.fqn] = part

@@ -87,7 +87,7 @@ class FSDP(BackendSettings):
                 "backend.gradient_checkpointing=false none does: set gradient_checkpointing=full, or leave it out"
             )
         if not isinstance(group, bool) and group < 2:
-            yield f"backend.reshard_after_forward={group} is no group of ranks: set true, false, or 2 or more"
+            yield f"backend.reshard_after_forward={group} is not a group of ranks: set true, false, or 2 or more"
         if self.offload == "optimizer" and self.optimizer == "sgd":
             yield "backend.offload=optimizer has nothing to move with backend.optimizer=sgd, which has no moments: leave it out"
         if self.offload == "parameters" and self.optimizer in ("adamw_8bit", "muon"):
@@ -118,7 +118,7 @@ class FSDP(BackendSettings):
         if adapters and self.optimizer == "muon":
             yield (
                 ("backend.optimizer", "model.lora"),
-                "backend.optimizer=muon would orthogonalise the halves of each adapter, which are no matrices of the model: "
+                "backend.optimizer=muon would orthogonalise the halves of each adapter, which are not matrices of the model: "
                 "set optimizer=adamw, or model.lora=null",
             )
         if on_cpu and self.offload != "none":

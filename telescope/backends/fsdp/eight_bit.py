@@ -40,7 +40,7 @@ def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """values [R, C] float32 -> codes [R, C] uint8 and scales [R, ceil(C / 256)] float32.
 
     Each block is divided by its largest size and takes the nearest code. An entry above 0 never gets the code of 0 where there
-    are no signs: a second moment of 0 would make its next step a large one.
+    are not signs: a second moment of 0 would make its next step a large one.
     """
     blocks = _blocks(values)
     scales = blocks.abs().amax(-1)

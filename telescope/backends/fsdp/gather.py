@@ -164,7 +164,7 @@ class _BucketLoad:
         self._places: tuple[int, list[Tensor]] | None = None
 
     def places(self, out: Tensor) -> list[Tensor]:
-        """Those of the tensors that are no shards, in the bytes of the bucket."""
+        """Those of the tensors that are not shards, in the bytes of the bucket."""
         address = out.data_ptr()
         if self._places is None or self._places[0] != address:
             self._places = address, [_view(out, self.bucket.start, spec) for spec in self._specs]

@@ -62,7 +62,7 @@ def make_mesh(world: World, replicas: int = 1, sharing: int = 1) -> ModelMesh:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of it lies here: the tensor itself where it is no DTensor. Shares its memory."""
+    """What of it lies here: the tensor itself where it is not a DTensor. Shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

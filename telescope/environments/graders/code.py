@@ -175,7 +175,7 @@ def check_program(code: str, what: str) -> None:
         line = getattr(error, "lineno", None) or 1
         shown = (code.splitlines() or [""])[min(line, len(code.splitlines()) or 1) - 1]
         raise ValueError(
-            f"{what} is no Python, line {line}: {shown.strip()[:80]!r}: {type(error).__name__}: {error}"
+            f"{what} is not Python, line {line}: {shown.strip()[:80]!r}: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -352,7 +352,7 @@ def _check_test(test: Test, what: str, entry_point: str) -> None:
             raise ValueError(f"{what} holds half a character, which no program can read or print: {text[:80]!a}") from error
     if isinstance(test, CallTest):
         if not test.function.isidentifier():
-            raise ValueError(f"{what} calls {test.function[:80]!r}, which is no name of a function")
+            raise ValueError(f"{what} calls {test.function[:80]!r}, which is not a name of a function")
         try:
             ast.literal_eval(test.arguments)
         except _BROKEN as error:

@@ -196,7 +196,7 @@ def _drop_names(one: str, other: str) -> tuple[str, str]:
 
 
 def _names_more(text: str, number: str) -> bool:
-    """Whether the text is a product with letters that are no constants, and the other a mere number. math-verify takes such
+    """Whether the text is a product with letters that are not constants, and the other a mere number. math-verify takes such
     letters for units."""
     irrational = _IRRATIONAL.search(number) and not _find_letters(number) and not _STATED.search(number)
     if _VANISHING.search(text) or (parse_number(number) is None and not irrational):
@@ -205,7 +205,7 @@ def _names_more(text: str, number: str) -> bool:
 
 
 def _find_letters(text: str) -> list[str]:
-    """Runs of letters that are no command."""
+    """Runs of letters that are not a command."""
     return _LETTERS.findall(_COMMAND.sub(" ", text.replace("π", "")))
 
 
@@ -246,7 +246,7 @@ def _ask_math_verify(wanted: str, given: str, tolerance: float) -> bool:
 
 
 def _compare_numbers(one: Any, other: Any, tolerance: float) -> bool | None:
-    """Two numbers of sympy, real or complex, exactly; what is small counts by its own digits. None where one is no number."""
+    """Two numbers of sympy, real or complex, exactly; what is small counts by its own digits. None where one is none."""
     from sympy import Expr, Float, I, Rational
 
     if not isinstance(one, Expr) or not isinstance(other, Expr):

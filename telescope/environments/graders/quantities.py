@@ -1,7 +1,7 @@
 r"""Numbers as answers write them: `1,000`, `2 1/2`, `\frac{3}{4}`, `1.6\times10^{-19}`, `10\%`, `18 dollars`, `4210_5`.
 
-Values are exact (`Fraction`) and short: what has too many digits is no number here. Two of them are compared with what belongs
-to them: percent signs, units, bases. Reads texts that notation.tidy has gone over. Refuses algebra.
+Values are exact (`Fraction`) and short: what has too many digits is not a number here. Two of them are compared with what
+belongs to them: percent signs, units, bases. Reads texts that notation.tidy has gone over. Refuses algebra.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def get_text(row: Row, path: str) -> str:
     """The value at a dotted path as the file wrote it, "" for null and an empty list; a list of one text is
     that text, a list of numbers JSON.
 
-    Raises `NoRows` for what is no text: an object, or a list of anything else.
+    Raises `NoRows` for what is not text: an object, or a list of anything else.
     """
     value = get_field(row, path)
     if isinstance(value, list) and (not value or (len(value) == 1 and isinstance(value[0], str))):

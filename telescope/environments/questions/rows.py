@@ -143,7 +143,7 @@ def _read_array(file: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any
 
 
 def _decode(content: bytes) -> tuple[str, bool]:
-    """The text, and whether some of its bytes are no UTF-8: they matter only in a column that is used."""
+    """The text, and whether some of its bytes are not UTF-8: they matter only in a column that is used."""
     try:
         return content.decode(), False
     except UnicodeDecodeError:
@@ -157,7 +157,7 @@ def _say_broken(file: Path, line: int | None, text: str, error: Exception) -> st
         line, start = line or error.lineno, max(0, error.pos - _SHOWN // 2)
         said = f"{error.msg} at character {error.colno}"
     shown = show(text[start : start + _SHOWN])
-    return f"{file} can't be read: line {line or 1} is no JSON: {said}, near {shown}: mend the line or take it out"
+    return f"{file} can't be read: line {line or 1} is not JSON: {said}, near {shown}: mend the line or take it out"
 
 
 def _check_utf8(file: Path, at: str, kept: dict[str, Any]) -> None:

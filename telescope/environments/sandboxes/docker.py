@@ -1,8 +1,8 @@
 """Containers by Docker or Podman: the image's own system, namespaces of this machine's kernel, limits by its control groups.
 
 The agent (agent.py) is the container's first process, so the image needs `python3`, 3.9 or newer with ctypes, and nothing else.
-A container is no child of the worker's: it has a name that says whose it is, by which it is removed in the end, and by the next
-worker that starts if its own was killed. An image is never pulled here: a run would wait for it without saying so.
+A container is not a child of the worker's: it has a name that says whose it is, by which it is removed in the end, and by the
+next worker that starts if its own was killed. An image is never pulled here: a run would wait for it without saying so.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Docker(local.LocalProvider):
         name = f"{self._name}-{secrets.token_hex(4)}"
         disk = limits.disk_mb * 2**20
         argv = [self._program, "run", "--interactive", "--rm", "--pull=never", f"--name={name}", f"--label={LABEL}"]
-        argv += ["--log-driver=none", "--stop-timeout=0"]  # what goes through its standard output is no log
+        argv += ["--log-driver=none", "--stop-timeout=0"]  # what goes through its standard output is not a log
         argv += ["--network=none", "--hostname=sandbox", "--workdir=/tmp", f"--user={GUEST}:{GUEST}"]
         argv += ["--cap-drop=ALL", "--security-opt=no-new-privileges", "--read-only"]
         argv += [f"--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777,size={disk}", f"--shm-size={max(disk // 4, 4096)}"]

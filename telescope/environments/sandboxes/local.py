@@ -74,7 +74,7 @@ class Launch:
     folder: Path | None = None
     on_end: Callable[[], None] = lambda: None
     remove: Callable[[], Awaitable[None]] | None = None
-    """Ends and removes what is no child of ours: a container. Raises `SandboxError` where it is still there then."""
+    """Ends and removes what is not a child of ours: a container. Raises `SandboxError` where it is still there then."""
     one_user: bool = True
     """Whether the kernel counts its user's processes apart from other sandboxes'."""
     counted: bool = False
@@ -487,5 +487,5 @@ def find_python(wanted: str | None = None) -> Python:
             real = Path(path).resolve()
             return Python(path, None if real.is_relative_to("/usr") else real.parent.parent)
     if wanted:
-        raise SandboxUnavailable(f"sandbox.python={wanted} is not there, or is no program")
+        raise SandboxUnavailable(f"sandbox.python={wanted} is not there, or is not a program")
     return Python(str(Path(sys.base_prefix) / "bin" / "python3"), Path(sys.base_prefix))

@@ -45,7 +45,7 @@ def disagreements(manifest: WeightManifest, expected: Mapping[str, tuple[int, ..
         if name in expected and tuple(spec.shape) != expected[name]:
             found.append(f"{name} has shape {list(spec.shape)} but the adapter's is {list(expected[name])}")
         elif spec.dtype not in SAFETENSORS:
-            found.append(f"{name} has dtype {spec.dtype}, which is no floating-point one")
+            found.append(f"{name} has dtype {spec.dtype}, which is not a floating-point one")
     return found[: 2 * SHOWN]
 
 

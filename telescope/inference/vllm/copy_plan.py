@@ -233,7 +233,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default:
             self._note(target, args[1])
         elif func not in (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default):
-            raise NoPlan(f"the loader writes {self._name(target)} with {func}, which is no copy")
+            raise NoPlan(f"the loader writes {self._name(target)} with {func}, which is not a copy")
         self._covered[_storage(target)] += target.numel()  # padding is filled with what stands there from the first load on
         return target
 

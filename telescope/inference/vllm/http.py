@@ -67,8 +67,8 @@ def _listen(address: str, base_port: int, index: int) -> socket.socket:
             raise
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             raise PortTaken(
-                f"inference.host={address} is no address of this host ({error.strerror}): give one that is, or leave it out "
-                "for loopback"
+                f"inference.host={address} is not an address of this host ({error.strerror}): give one that is, or leave it "
+                "out for loopback"
             ) from error
         why = "is taken" if error.errno == errno.EADDRINUSE else f"can't be bound ({error.strerror})"
         raise PortTaken(
@@ -200,7 +200,7 @@ def unknown_parsers(inference: InferenceSettings) -> str:
             continue
         known = _tool_parsers() if setting == "tool_call_parser" else _reasoning_parsers()
         if given not in known:
-            return f"inference.{setting}={given} is no parser of this vLLM, which has {', '.join(sorted(known))}"
+            return f"inference.{setting}={given} is not a parser of this vLLM, which has {', '.join(sorted(known))}"
     return ""
 
 

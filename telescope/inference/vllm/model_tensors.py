@@ -85,7 +85,7 @@ def disagreements(
         if name in checkpoint and tuple(spec.shape) != checkpoint[name]
     ]
     dtypes = [
-        f"{name} has dtype {spec.dtype}, which is no floating-point one"
+        f"{name} has dtype {spec.dtype}, which is not a floating-point one"
         for name, spec in given.items()
         if spec.dtype not in LOADABLE
     ]
@@ -124,7 +124,7 @@ def _header(file: Path) -> dict[str, dict[str, list[int]]]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length < HEADER_LIMIT:
-                raise ModelFilesUnreadable(f"{file} is no safetensors file: its header would have {length} bytes")
+                raise ModelFilesUnreadable(f"{file} is not a safetensors file: its header would have {length} bytes")
             header: dict[str, dict[str, list[int]]] = json.loads(stream.read(length))
     except (OSError, ValueError) as error:
         raise ModelFilesUnreadable(f"{file} can't be read as a safetensors file: {error}") from error

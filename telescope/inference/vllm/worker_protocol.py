@@ -150,7 +150,7 @@ class StagingNotices:
         assert self._ends is not None
         try:
             notice = msgspec.json.decode(self._ends[0].recv(LARGEST), type=StagingNotice)
-        except (BlockingIOError, ValueError, RecursionError):  # msgspec's errors are such, and bytes that are no text
+        except (BlockingIOError, ValueError, RecursionError):  # msgspec's errors are such, and bytes that are not text
             return
         if notice.order == self._order and 0 <= notice.rank < self._workers:
             self._states[notice.rank] = notice.state

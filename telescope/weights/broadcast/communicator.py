@@ -119,7 +119,7 @@ class GroupCommunicator:
     def _connect(self, group: WeightGroup, rendezvous: Rendezvous) -> Communicator:
         cancelled = self._cancelled
         if self._me not in group.members:
-            raise TransferFailed(f"{self._me} is no member of the group of epoch {group.epoch}: {', '.join(group.members)}")
+            raise TransferFailed(f"{self._me} is not a member of the group of epoch {group.epoch}: {', '.join(group.members)}")
         rank, end = group.members.index(self._me), time.monotonic() + self._init_timeout_s
         store = rendezvous.roll_call(group, self._me, self._init_timeout_s, cancelled)
         left = max(0.1, end - time.monotonic())

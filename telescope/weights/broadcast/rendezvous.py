@@ -63,7 +63,7 @@ class Rendezvous:
         """A receiver's. Raises `TransferFailed` where nobody answers within `timeout_s`."""
         target = urlsplit(location)
         if target.scheme != "tcp" or not target.hostname or not target.port:
-            raise TransferFailed(f"the weights' meeting place {location!r} is no tcp://host:port/word")
+            raise TransferFailed(f"the weights' meeting place {location!r} is not a tcp://host:port/word")
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 target.hostname, target.port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False

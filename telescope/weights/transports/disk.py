@@ -105,7 +105,7 @@ class DiskPublisher:
         return WeightManifest(version, TRANSPORT, str(path), specs, nbytes, digest)
 
     def retire(self, version: int) -> None:
-        """Remove a version. A server that has it open reads on. An unknown version is no error."""
+        """Remove a version. A server that has it open reads on. An unknown version is not an error."""
         path = self._held.pop(version, None)
         if path is not None:
             path.unlink(missing_ok=True)

@@ -157,7 +157,7 @@ class SharedMemoryPublisher:
         )
 
     def retire(self, version: int) -> None:
-        """Unlink a version. Its memory is free once no server maps it any more. An unknown version is no error."""
+        """Unlink a version. Its memory is free once no server maps it any more. An unknown version is not an error."""
         segment = self._held.pop(version, None)
         if segment is not None:
             segment.remove()
@@ -247,7 +247,7 @@ class SharedMemoryReader:
         if manifest.transport != TRANSPORT or not path.name.startswith(self._prefix):
             raise WeightsCorrupt(
                 f"weights version {manifest.version} lie at {manifest.transport}:{manifest.location}, "
-                f"which is no shared-memory segment of this run ({self._prefix}…)"
+                f"which is not a shared-memory segment of this run ({self._prefix}…)"
             )
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

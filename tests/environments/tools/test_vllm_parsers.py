@@ -1,4 +1,4 @@
-"""vLLM's real parsers read the policy's calls, and what they can't read is no final answer."""
+"""vLLM's real parsers read the policy's calls, and what they can't read is not a final answer."""
 
 from __future__ import annotations
 
