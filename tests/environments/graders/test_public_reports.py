@@ -1,12 +1,16 @@
-"""Cases from public reports about other graders (docs/internals/public_reports.md): the verdicts here."""
+"""Cases from public reports about other graders (docs/internals/reports_on_runs.md): the verdicts here."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 
 from telescope.environments.graders.letters import find_letter
 from telescope.environments.graders.maths import compare_exactly, compare_symbolically, extract_answer
 from telescope.environments.graders.notation import tidy
+from telescope.environments.tasks.gpqa_diamond import COLUMNS, GpqaDiamond
 
 
 def is_right(wanted: str, text: str) -> bool:
@@ -112,3 +116,12 @@ def test_an_inequality_and_its_interval_are_the_same_whichever_is_wanted(wanted:
 )
 def test_an_option_is_the_letter_that_an_answer_calls_its_answer(answer: str, letter: str | None) -> None:
     assert find_letter(answer) == letter
+
+
+def test_options_are_shown_as_the_file_has_them_brackets_too(tmp_path: Path) -> None:
+    options = ["ln(2) = [ (T_1 - T_2) / (T1*T2)]", "[a]", "(b) {c}", "\\boxed{d}"]
+    (tmp_path / "gpqa.jsonl").write_text(json.dumps(dict(zip(COLUMNS, ["Which?", *options], strict=True))) + "\n")
+    (prompt,) = GpqaDiamond(data_dir=str(tmp_path / "gpqa.jsonl")).prompts("eval")
+    shown = prompt.turns[0]["content"].splitlines()
+    assert sorted(line[3:] for line in shown if line[1:3] == ") ") == sorted(options)
+    assert f"{prompt.answer}) {options[0]}" in shown
