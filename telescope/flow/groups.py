@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from telescope.maths.rounding import is_rounding
 from telescope.records import PromptRef
 
 
@@ -160,7 +161,7 @@ class RolloutGroup:
 
     @property
     def rewards_are_equal(self) -> bool:
-        """Whether two or more survivors got one and the same reward: no rollout beats another. A group of one compares with
-        nothing and is never called equal."""
+        """Whether two or more survivors got one and the same reward, but for rounding: no rollout beats another. A group of one
+        compares with nothing and is never called equal."""
         rewards = [rollout.reward for rollout in self.survivors]
-        return len(rewards) > 1 and max(rewards) == min(rewards)
+        return len(rewards) > 1 and is_rounding(min(rewards), max(rewards))

@@ -1,14 +1,16 @@
 """From the rewards of a batch to one advantage a rollout. Float64 numpy; knows no algorithm by name.
 
-Statistics are per rollout, with ddof 1; `EPSILON` is added to a standard deviation. A group whose rewards are all equal gets
-exactly 0 (a mean of three 0.1s is not 0.1 in floating point), by every rule; so does a lone rollout, which has nothing to be
-compared with (the core fails such a group before it gets here).
+Statistics are per rollout, with ddof 1; `EPSILON` is added to a standard deviation. A group whose rewards are all equal, but
+for rounding, gets exactly 0 (a mean of three 0.1s is not 0.1 in floating point), by every rule; so does a lone rollout, which
+has nothing to be compared with (the core fails such a group before it gets here).
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+
+from telescope.maths.rounding import ROUNDING
 
 EPSILON = 1e-4
 Floats = NDArray[np.float64]
@@ -33,7 +35,8 @@ class Groups:
         high = np.full(len(self.counts), -np.inf)
         np.minimum.at(low, self.index, self.rewards)
         np.maximum.at(high, self.index, self.rewards)
-        self.equal: NDArray[np.bool_] = (low == high)[self.index]  # [N] the rollout's whole group has one reward
+        size = np.maximum(1.0, np.maximum(np.abs(low), np.abs(high)))
+        self.equal: NDArray[np.bool_] = (high - low <= ROUNDING * size)[self.index]  # [N] its whole group has one reward
         self.sizes = self.counts[self.index]  # [N] members of the rollout's group
 
     def centred(self) -> Floats:

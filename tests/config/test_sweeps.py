@@ -64,6 +64,16 @@ def test_a_point_is_named_by_what_was_swept_safe_for_a_folder_and_a_job(tmp_path
     assert [point.swept for point in found][:2] == [("algorithm=grpo", "seed=1"), ("algorithm=grpo", "seed=2")]
 
 
+def test_swept_numbers_are_numbers_however_small_and_a_setting_that_follows_another_is_no_axis():
+    """Hydra once took 1e-9 for text in sweeps alone, and once crossed a reference with what it refers to."""
+    small = load_points(("experiment=fake", "trainer.learning_rate=1e-4,1e-9,.00001"), places_for(None), os.environ, sweep=True)
+    assert [point.config and point.config.trainer.learning_rate for point in small] == [1e-4, 1e-9, 1e-5]
+    given = ("experiment=fake", "algorithm.clip_low=0.1,0.2", "algorithm.clip_high=${algorithm.clip_low}")
+    follow = load_points(given, places_for(None), os.environ, sweep=True)
+    settings = [point.composed["algorithm"] for point in follow]
+    assert [(each["clip_low"], each["clip_high"]) for each in settings] == [(0.1, 0.1), (0.2, 0.2)]
+
+
 @pytest.mark.filterwarnings("error")
 def test_two_searches_in_one_process_warn_of_nothing(tmp_path: Path):
     """Hydra's store once kept our launcher, and newer versions of it say so when it comes again."""

@@ -65,6 +65,22 @@ def test_equal_rewards_are_exactly_zero(algorithm, reward, size):
     assert beside[size] < 0 < beside[size + 1]
 
 
+@pytest.mark.parametrize("algorithm", ALL, ids=repr)
+def test_rewards_that_differ_by_rounding_alone_are_equal_and_small_ones_are_not(algorithm):
+    assert advantages(algorithm, [0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2 - 0.0]).tolist() == [0.0] * 4
+    assert advantages(algorithm, [0.1 + 0.2 - 0.3, 0.0, 0.0]).tolist() == [0.0] * 3
+    assert advantages(algorithm, [3e9 + 1e-6, 3e9]).tolist() == [0.0] * 2
+    assert advantages(algorithm, [1e-9, 0.0])[0] > 0
+
+
+@pytest.mark.parametrize("algorithm", [RLOO(), RLOO(advantage_norm="batch"), GRPO()], ids=repr)
+def test_one_that_differs_from_seven_equal_ones_is_weighed_by_all_eight(algorithm):
+    """Where the others' spread alone divides, its rounding makes thousands of a difference of 0.95."""
+    got = advantages(algorithm, [0.0] + [0.95] * 7)
+    assert got[1:] == pytest.approx([-got[0] / 7] * 7)
+    assert -2.5 < got[0] < -0.9
+
+
 def test_groups_of_equal_rewards_count_in_the_batch_of_batch_normalisation():
     alone = advantages(GRPO(advantage_norm="batch"), [0.0, 2.0])
     beside = advantages(GRPO(advantage_norm="batch"), [0.0, 2.0, 5.0, 5.0], [0, 0, 1, 1])

@@ -75,6 +75,7 @@ def test_what_counts_of_an_answer(parser: Any, text: str, found: str | None) -> 
         (XMLFields(("a", "b")), "<b>1</b><a>2</a>", 0.0),
         (XMLFields(("a", "b")), "<a>1<b>2</b></a>", 0.0),
         (XMLFields(("a", "b")), "<a></a><b>2</b>", 0.0),
+        (XMLFields(("a", "b")), "<a>1</c><b>2</b>", 0.0),
     ],
 )
 def test_the_asked_form_is_one_and_no_more(parser: Any, text: str, right: float) -> None:

@@ -70,6 +70,27 @@ def test_a_csv_keeps_every_cell_as_text_and_a_parquet_what_its_types_say(tmp_pat
     }
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "single.parquet"])
+def test_what_a_table_lacks_is_no_answer_that_is_called_nan(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """pandas keeps a missing value as NaN, and writes that into both."""
+    file, missing = tmp_path / name, [5.0, float("nan")]
+    if name == "rows.jsonl":
+        file.write_text("".join(json.dumps({"question": "q", "answer": each}) + "\n" for each in missing))
+    else:
+        kind = pa.float32() if name.startswith("single") else pa.float64()
+        pq.write_table(pa.table({"question": ["q", "q"], "answer": pa.array(missing, kind, from_pandas=False)}), file)
+    assert [float(answer) for answer in answers(file)] == [5.0]
+    assert "1 of 2 rows of train have no question or no answer" in caplog.text
+
+
+def test_an_infinite_number_is_the_text_of_the_file_and_no_row_is_lost_to_the_type_of_others(tmp_path: Path) -> None:
+    values = ["null", "null", '"x+1"', "0.0", "7", "-Infinity"]
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "q", "answer": {each}}}\n' for each in values))
+    assert answers(tmp_path / "rows.jsonl") == ["x+1", "0.0", "7", "-Infinity"]
+
+
 def test_what_stands_in_a_column_that_nobody_asked_for_refuses_no_file(tmp_path: Path) -> None:
     others = [b"1", b'"easy"', b'{"level": 1}', b"[]", b"null", b"NaN", b'"\xe9t\xe9"', b"1" * 5000]
     file = tmp_path / "rows.jsonl"

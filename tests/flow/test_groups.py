@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from telescope.flow.groups import GroupState, RolloutGroup, transition
+from telescope.flow.groups import GroupState, RolloutGroup, RolloutStatus, transition
 from telescope.records import PromptRef
 
 WAY = ["pending", "queued", "generating", "env", "scoring", "complete", "kept", "batched", "trained"]
@@ -39,3 +39,14 @@ def test_only_complete_groups_are_kept_or_discarded():
 def test_rollout_ids_do_not_depend_on_the_order_of_dispatch():
     group = RolloutGroup(5, PromptRef("countdown", "train", 0), returned=False, group_size=8)
     assert [rollout.rollout_id for rollout in group.rollouts] == [40, 41, 42, 43, 44, 45, 46, 47]
+
+
+def test_rewards_that_differ_by_rounding_alone_are_equal():
+    """Two ways to one sum of weights; such a group would take a place in a batch and teach nothing."""
+    group = RolloutGroup(5, PromptRef("countdown", "train", 0), returned=False, group_size=2)
+    for rollout, reward in zip(group.rollouts, (0.1 + 0.2, 0.3), strict=True):
+        rollout.status, rollout.reward = RolloutStatus.DONE, reward
+    assert 0.1 + 0.2 != 0.3
+    assert group.rewards_are_equal
+    group.rollouts[0].reward = 0.3 + 1e-9
+    assert not group.rewards_are_equal

@@ -116,6 +116,51 @@ async def test_time_counts_from_when_generation_may_begin(run: RunDirectory, mon
     assert orjson.loads(run.summary_json.read_bytes())["seconds"]["training"] == 6.0
 
 
+def train(recorder: Recorder, store: RolloutStore, step: int, recipe: Recipe) -> dict[str, float]:
+    """Two rollouts of group 0 are trained; the step's metrics."""
+    command = TrainOnBatch(step=step, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
+    recorder.record_batch(make_batch(command, store, recipe, ranks=1))
+    return recorder.record_step(StepReport(step=step, metrics={}, timings={}), counts(step))
+
+
+async def test_tokens_a_second_are_those_since_the_step_before(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    """Not all of the run's by the last step's time."""
+    clock = [100.0]
+    monkeypatch.setattr("telescope.orchestrator.recorder.time.monotonic", lambda: clock[0])
+    recorder = Recorder(run, RunLog(run, "orchestrator"), None, number_of_steps=3)
+    recorder.start_clock()
+    found = []
+    for step, (scored, ends) in enumerate(((8, 104.0), (3, 105.0), (0, 107.0)), 1):
+        store = RolloutStore()
+        for rollout_id in (0, 1):
+            store.add(make(rollout_id, 0, float(rollout_id)))
+        for rollout_id in range(scored):  # of 2 sampled tokens each
+            recorder.record_rollout(make(100 * step + rollout_id, 9, 1.0), lambda: None)
+        clock[0] = ends
+        metrics = train(recorder, store, step, Recipe(RLOO(), group_size=2, max_tokens=10))
+        found.append((metrics["tokens_per_s/sampled"], metrics["tokens_per_s/trained"], metrics["tokens_per_s/processed"]))
+    assert found == [(4.0, 1.0, 2.0), (6.0, 4.0, 8.0), (0.0, 2.0, 4.0)]
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+async def test_what_a_filter_leaves_out_of_the_loss_keeps_its_length_in_the_metrics(run: RunDirectory, cut_off: bool):
+    """Lengths are those of the rollouts, and a cut-off one is one that met its limit: not the longest of a batch, and not one
+    whose tokens were masked."""
+    recorder = Recorder(run, RunLog(run, "orchestrator"), None, number_of_steps=1, group_size=2)
+    store = RolloutStore()
+    play(recorder, 0, 0, "complete")
+    for rollout_id in (0, 1):
+        rollout = make(rollout_id, 0, float(rollout_id))
+        ended = "length" if cut_off and rollout_id else "stop"
+        rollout.answer = msgspec.structs.replace(rollout.result, finish_reason=ended, completion_tokens=2 + 5 * rollout_id)
+        store.add(rollout)
+        recorder.record_rollout(rollout, lambda: None)
+    metrics = train(recorder, store, 1, Recipe(RLOO(overlong_filter=True), group_size=2, max_tokens=10))
+    assert [metrics[f"rollouts/completion_tokens/{name}"] for name in ("min", "mean", "max")] == [2.0, 4.5, 7.0]
+    assert metrics["rollouts/stop_reason_length_pct"] == (50.0 if cut_off else 0.0)
+    assert metrics["truncated_fraction"] == metrics["overlong_filtered_fraction"] == (0.5 if cut_off else 0.0)
+
+
 async def test_an_attempt_that_was_told_to_stop_is_cancelled_and_one_that_failed_is_an_error(run: RunDirectory):
     log = RunLog(run, "orchestrator")
     recorder = Recorder(run, log, None, number_of_steps=1)

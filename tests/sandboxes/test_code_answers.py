@@ -139,6 +139,10 @@ def test_what_is_printed_is_compared_by_text_or_by_words_and_numbers(
         ("[" * 100_000, "3", False),
         ("9" * 100_000, "3", False),
         ("9" * 400, "0.5", False),
+        ("9" * 5000, "9" * 5000, True),
+        ("9" * 5000, "9" * 4999 + "8", False),
+        (f'"{"9" * 5000}"', "9" * 5000, False),
+        ("[" + "9" * 5000 + "]", "[" + "9" * 5000 + "]", True),
         ('"0.5"', "0.5", False),
     ],
 )
@@ -202,6 +206,15 @@ def f(x):
 """
     verdict = await run_tests(guest, code, [CallTest("f", "(9,)", "729"), CallTest("f", "(9,)", "728")], test_s=60.0)
     assert verdict.results == (CodeResult.WRONG, CodeResult.PASSED)
+
+
+async def test_whole_numbers_of_any_length_are_read_printed_and_returned(guest: Guest) -> None:
+    """Python alone stops at 4,300 digits; the judges whose tests these are did not."""
+    ten, minus_one = "1" + "0" * 6000, "9" * 6000
+    printed = await run_tests(guest, "print(int(input()) - 1)", [StdinTest(ten, minus_one)], test_s=60.0)
+    tests = read_tests([{"input": "6000", "output": out, "testtype": "functional"} for out in (minus_one, ten)], "f")
+    returned = await run_tests(guest, "def f(n):\n    return 10**n - 1\n", tests, test_s=60.0)
+    assert (*printed.results, *returned.results) == (CodeResult.PASSED, CodeResult.PASSED, CodeResult.WRONG)
 
 
 async def test_each_test_has_its_own_result_and_counts_its_own_share(guest: Guest) -> None:
@@ -376,7 +389,13 @@ async def test_rows_like_mbpps_are_held_out_shown_and_scored_by_share(tmp_path: 
     try:
         assert (await environment.reward(prompt, f"```python\n{prompt.answer}\n```")).total == 1.0
         half = prompt.answer.replace("return x", "return 1")
-        assert (await environment.reward(prompt, half)).total == 0.5
+        scored = await environment.reward(prompt, half)
+        assert (scored.total, scored.metrics["tests_passed"]) == (0.5, 0.5)
+        all_or_none = environment.model_copy(update={"score": "all"})
+        scored = await all_or_none.reward(prompt, half)
+        # It ends at the first failure: a share of what ran says where that test stands, not how many pass.
+        assert scored.total == 0.0
+        assert "tests_passed" not in scored.metrics
     finally:
         await environment.tear_down()
 

@@ -13,6 +13,7 @@ from telescope.environments.parsers import AnswerTags, Boxed, ThinkTags
 
 LETTERS = "ABCD"
 _TAIL = 2000  # characters at the end of an answer in which a letter is looked for
+_SHORT = 80  # characters of an answer that is an option and no more
 _MARKUP = re.compile(
     r"[*_`\"“”>$]|\\\$|\\(?:text|mathrm)?(?:bf|it|rm|sf)?(?=\{)|\\(?:mathbf|boldsymbol|bm|mathsf)(?=\{)|[{}]|\\[()\[\]]"
 )
@@ -25,18 +26,26 @@ _NOT = re.compile(r"(?:\bnot|\bnever|n['’]t|\bthan|\bneither|\bnor|\beliminat\
 
 def find_letter(answer: str, letters: str = LETTERS) -> str | None:
     """The letter that an answer settles on, or None: of the last box, else the last <answer>, else the one that it calls its
-    answer, else the one that stands alone on a line or that it chooses at last."""
+    answer, else the one that stands alone on a line or that it chooses at last. Behind a box or tags without any letter of an
+    option, e.g. with a formula, what follows counts."""
+    said = ThinkTags().parse(answer)
     for parser in (Boxed(), AnswerTags()):
         found = ThinkTags(parser).parse(answer)
         if found is not None:
-            return _read_option(found, letters)
-    said = ThinkTags().parse(answer)
+            if not found or _patterns(letters).any.search(_MARKUP.sub("", found)):
+                return _read_option(found, letters)
+            said = said.rpartition(found)[2] if said is not None else None
     return None if said is None else _find_said(_MARKUP.sub("", said[-_TAIL:]), letters)
 
 
 def _read_option(text: str, letters: str) -> str | None:
     """The letter that a short text is or begins with: `C`, `(c)`, `Option C`, `C) 81 years`."""
-    return _choose(_patterns(letters).alone.match(" ".join(_MARKUP.sub("", text).split())), letters)
+    return _choose(_patterns(letters).alone.match(_raise_first(" ".join(_MARKUP.sub("", text).split()), letters)), letters)
+
+
+def _raise_first(text: str, letters: str) -> str:
+    """A short text that begins with `b)` or `b.`, with the capital letter."""
+    return text[0].upper() + text[1:] if len(text) <= _SHORT and _patterns(letters).small.match(text) else text
 
 
 def _find_said(text: str, letters: str) -> str | None:
@@ -49,7 +58,7 @@ def _find_said(text: str, letters: str) -> str | None:
         ]
         if chosen:
             return _choose(chosen[-1], letters)
-    if (letter := _choose(patterns.alone.match(text.strip()), letters)) is not None:
+    if (letter := _choose(patterns.alone.match(_raise_first(text.strip(), letters)), letters)) is not None:
         return letter
     lines = [match for line in text.splitlines() if (match := patterns.alone.fullmatch(line.strip())) is not None]
     if lines:
@@ -84,6 +93,8 @@ class _Patterns:
             re.MULTILINE,
         )
         self.alone = re.compile(rf"{named}(?=\s*$|[).:,\]]|\s[-–—]|\s?[✓✔]|\n)", re.MULTILINE)
+        self.small = re.compile(rf"[{letters.lower()}][.):](?!\S)[^\n]*\Z")
+        self.any = re.compile(rf"(?<![\w'’\\])[{letters}{letters.lower()}](?![\w'’])")
         self.cued = re.compile(
             r"(?<!\w)(?i:choose|chose|pick|select|go with|going with|it['’]?s|it is|is|be|leaves"
             r"|so|therefore|thus|hence|think|say|=>|→)"

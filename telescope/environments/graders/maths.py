@@ -19,7 +19,7 @@ from typing import Any
 from telescope.environments.graders.extraction import AnswerForm as AnswerForm
 from telescope.environments.graders.extraction import extract_answer as extract_answer
 from telescope.environments.graders.extraction import extract_golden as extract_golden
-from telescope.environments.graders.notation import Items, find_interval, split_items, squeeze, turn_round
+from telescope.environments.graders.notation import Items, find_interval, match_intervals, split_items, squeeze, turn_round
 from telescope.environments.graders.notation import tidy as tidy
 from telescope.environments.graders.quantities import PercentReading as PercentReading
 from telescope.environments.graders.quantities import compare_quantities, parse_quantity, take_unit
@@ -129,6 +129,8 @@ class _Equality:
             return compare_quantities(first, second, self.conventions.percent, self.conventions.tolerance)
         if (known := _compare_words(one, other)) is not None:
             return known
+        if (intervals := match_intervals(one, other)) is not None:
+            return self._compare_items(*intervals)
         left, right = _split_answer(one), _split_answer(other)
         if not (len(left.items) == len(right.items) == 1):
             if len(left.items) == 1 or len(right.items) == 1:

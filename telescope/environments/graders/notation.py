@@ -50,6 +50,21 @@ _SPELLINGS = (
         r"\\\1 ",
     ),
 )
+_PLAIN_NAME = re.compile(r"(?<![a-zA-Z])(?:pi|oo|exp|abs|sin|cos|tan|cot|sec|csc|ln|log|arc(?:sin|cos|tan))(?![a-zA-Z])")
+_PLAIN = (
+    (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
+    (re.compile(r"(?<![\\\w])oo(?!\w)"), r"\\infty "),
+    # In words and units ("log", "5 sec", "m/sec^2") they name no function: an argument must follow.
+    (re.compile(r"(?<![\\a-zA-Z])(sec|csc)(?=\s?(?:\^\{?-?\d\}?)?\s?[(\\])"), r"\\\1 "),
+    (
+        re.compile(
+            r"(?<![\\a-zA-Z])((?:arc)?(?:sin|cos|tan)|cot|ln|log)"
+            r"(?=\s?(?:[\^_]\{?-?\w{1,4}\}?)?\s?(?:[(\\|\d]|[a-zA-Z](?![a-zA-Z])))"
+        ),
+        r"\\\1 ",
+    ),
+)
+_CALLED = re.compile(r"(?:\\|(?<![\\a-zA-Z]))(exp|abs|sqrt)\s?(?=\()")
 _WRAPPED = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname|emph|bm|boldsymbol)\s*\{([^{}]*)\}"
 )
@@ -63,8 +78,10 @@ _LESS = re.compile(r"<|\\le(?![a-zA-Z])|\\lt(?![a-zA-Z])|=(?<!>=)|\\ne(?![a-zA-Z
 _BETWEEN = re.compile(
     r"(?:([^<>=,a-zA-Z\\]{1,40}|[^<>=,]{0,40}\\[^<>=,]{1,40}?)(<=|<|\\le ?))?([a-zA-Z])(?: ?(<=|<|\\le ?)([^<>=,]{1,40}))?"
 )
+_MEMBER = re.compile(r"([a-zA-Z]) ?\\in(?![a-zA-Z]) ?([(\[].{1,200}[)\]])")
 _OPENING, _CLOSING = "([{", ")]}"
 MAX_ITEMS = 32
+_LONGEST_WITH_CALLS = 1000  # characters: each call looks for its bracket
 
 
 @dataclass(frozen=True)
@@ -98,12 +115,28 @@ def tidy(text: str) -> str:
         text = _DELIMITERS.sub("", text)
     else:
         text = text.replace("$", "").replace("`", "")
+    text = _write_plain_names(text)
     text = text.replace(_DOLLAR, "$")
     text = _SPACE.sub("", " ".join(text.strip(" \t\r\n*").split())).rstrip(".;:").strip(" ,")
     if text.startswith("{") and find_close(text, 0) == len(text) - 1:
         text = text[1:-1]
     match = _LETTER.fullmatch(text)
     return match[1] if match else text
+
+
+def _write_plain_names(text: str) -> str:
+    r"""Constants and functions as a calculator writes them, in LaTeX: `pi/2` is `\pi /2`, `exp(2)` is `e^{2}`."""
+    if _PLAIN_NAME.search(text):
+        for plain, written in _PLAIN:
+            text = plain.sub(written, text)
+    if "(" not in text or len(text) > _LONGEST_WITH_CALLS:
+        return text
+    for called in reversed(list(_CALLED.finditer(text))):
+        close = find_close(text, called.end())
+        if close > 0:
+            opening, closing = {"exp": ("e^{", "}"), "abs": ("|", "|"), "sqrt": ("\\sqrt{", "}")}[called[1]]
+            text = f"{text[: called.start()]}{opening}{text[called.end() + 1 : close]}{closing}{text[close + 1 :]}"
+    return text
 
 
 def turn_round(tidied: str) -> str:
@@ -117,12 +150,36 @@ def turn_round(tidied: str) -> str:
 
 def find_interval(tidied: str) -> Items | None:
     """The interval that an inequality of one variable names, as `[1,2)` for `1\\le x<2`; None for anything else."""
+    named = _read_inequality(tidied)
+    return named[1] if named is not None else None
+
+
+def match_intervals(one: str, other: str) -> tuple[Items, Items] | None:
+    r"""Both as intervals, where one is an inequality and the other says `\in` of the same letter; else None."""
+    for first, second in ((one, other), (other, one)):
+        inside, bounded = _read_membership(first), _read_inequality(second)
+        if inside is not None and bounded is not None and inside[0] == bounded[0]:
+            return (inside[1], bounded[1]) if first is one else (bounded[1], inside[1])
+    return None
+
+
+def _read_inequality(tidied: str) -> tuple[str, Items] | None:
+    """The letter and its interval."""
     match = _BETWEEN.fullmatch(turn_round(tidied))
     if match is None or (match[1] is None and match[5] is None):  # a letter alone bounds nothing
         return None
-    low, below, _, above, high = match.groups()
+    low, below, letter, above, high = match.groups()
     opening, closing = ("[" if below and below != "<" else "("), ("]" if above and above != "<" else ")")
-    return Items(opening, closing, ((low or "-\\infty").strip(), (high or "\\infty").strip()))
+    return letter, Items(opening, closing, ((low or "-\\infty").strip(), (high or "\\infty").strip()))
+
+
+def _read_membership(tidied: str) -> tuple[str, Items] | None:
+    r"""`x \in [1,2)`: the letter and its interval."""
+    match = _MEMBER.fullmatch(tidied)
+    items = split_items(match[2]) if match is not None else None
+    if match is None or items is None or items.opening not in ("(", "[") or len(items.items) != 2:
+        return None
+    return match[1], items
 
 
 def squeeze(tidied: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,9 +52,12 @@ def find_place(row: Any) -> str:
 
 
 def write_text(value: Any) -> str:
-    """A value as the text of a file has it; null is empty, and what holds others is JSON."""
-    if value is None or isinstance(value, str):
-        return value or ""
+    """A value as the text of a file has it. Null is empty, and so is NaN, which tables hold where a value is missing; what
+    holds others is JSON."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, str):
+        return value
     return _write_json(value) if isinstance(value, bool | list | tuple | dict) else str(value)
 
 
@@ -207,4 +211,4 @@ def _write_json(value: Any) -> str:
     return str(value)
 
 
-_DECODER = json.JSONDecoder(parse_float=WrittenFloat, parse_int=_read_whole)
+_DECODER = json.JSONDecoder(parse_float=WrittenFloat, parse_int=_read_whole, parse_constant=WrittenFloat)

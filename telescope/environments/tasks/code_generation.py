@@ -115,7 +115,7 @@ class CodeGeneration(SingleTurn):
         tests = self._read_tests(prompt.facts["tests"], prompt.facts["setup"], prompt.facts["entry_point"], check=False)
         code = extract_code(answer, next((test.function for test in tests if isinstance(test, CallTest)), ""))
         if not code.strip():
-            return Reward(0.0, {"all_passed": 0.0, "tests_passed": 0.0, "has_code": 0.0}, tags=("no_code",))
+            return Reward(0.0, self._measure(0.0, 0.0, 0.0), tags=("no_code",))
         if self._pool is None:
             raise SandboxError("the environment was not set up: its sandboxes are not there")
         async with self._pool.sandbox() as guest:
@@ -129,7 +129,7 @@ class CodeGeneration(SingleTurn):
                 site_packages=self.site_packages,
                 tolerance=self.number_tolerance,
             )
-        metrics = {"all_passed": float(verdict.all_passed), "tests_passed": verdict.passed, "has_code": 1.0}
+        metrics = self._measure(float(verdict.all_passed), verdict.passed, 1.0)
         tags = tuple(sorted({result.value for result in verdict.results} - {CodeResult.PASSED.value, CodeResult.NOT_RUN.value}))
         info = {
             "tests": [result.value for result in verdict.results],
@@ -138,6 +138,11 @@ class CodeGeneration(SingleTurn):
         }
         total = float(verdict.all_passed) if self.score == "all" else verdict.passed
         return Reward(total, {**metrics, **guest.use.metrics()}, tags=tags, info=info)
+
+    def _measure(self, all_passed: float, tests_passed: float, has_code: float) -> dict[str, float]:
+        """Where the first failure ends the run, the share that passed would only say where in the list that test stands."""
+        share = {"tests_passed": tests_passed} if self.score == "share" else {}
+        return {"all_passed": all_passed, **share, "has_code": has_code}
 
     @cached_property
     def _splits(self) -> dict[str, list[Prompt]]:
