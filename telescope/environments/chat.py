@@ -150,9 +150,12 @@ class _ChatRecord:
         self.failure: BaseException | None = None
 
     async def sample(self, prompt: np.ndarray, max_tokens: int | None) -> Sampled:
-        """Raises `PromptTooLong` or `ContextFull`, which are not failures of the rollout, and whatever the sampler raises."""
+        """Raises `PromptTooLong` or `ContextFull`, which are not failures of the rollout, and whatever the sampler raises.
+
+        A dialogue that has no room to go on is cut off by its length, as an answer at its limit is, unless more is said."""
         turn, room = self.asked, self.measure_room(max_tokens)
         if len(prompt) > room:
+            self.finish_reason = "length"
             raise (ContextFull if self.answers else PromptTooLong)(
                 f"the prompt of turn {turn} has {len(prompt)} tokens, more than the {room} that "
                 "inference.max_model_len - rollout.max_tokens leaves: raise max_model_len, lower max_tokens or shorten prompts"

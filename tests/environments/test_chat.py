@@ -325,8 +325,9 @@ async def test_a_dialogue_that_outgrows_the_model_is_the_policys_and_what_was_sa
     with pytest.raises(ContextFull, match="the prompt of turn 1 has 11 tokens, more than the 6"):
         await chat.say(user("a"))
     assert len(policy.prompts) == 1
-    (branch,) = chat.recording().branches
-    assert branch.mask.tolist() == [0] * 6 + [1, 1]
+    recording = chat.recording()
+    assert [branch.mask.tolist() for branch in recording.branches] == [[0] * 6 + [1, 1]]
+    assert recording.finish_reason == "length"
 
 
 async def test_a_dialogue_without_an_answer_is_no_rollout(tiny: ChatTemplate) -> None:
@@ -390,7 +391,9 @@ async def test_other_tools_begin_a_branch(tiny_tokenizer: Any) -> None:
     chat = TokenChat(template, Script(([72, 1], "stop"), ([73, 1], "stop")), 100)
     await chat.say(user("a"), tools=[LOOK])
     await chat.say(user("b"), tools=[{"type": "function", "function": {"name": "go"}}])
-    assert [int(branch.mask.sum()) for branch in chat.recording().branches] == [2, 2]
+    recording = chat.recording()
+    assert [int(branch.mask.sum()) for branch in recording.branches] == [2, 2]
+    assert recording.finish_reason == "stop"  # it was not cut off: it went on
 
 
 STRICT = (
