@@ -33,7 +33,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 
 
 def name_point(number: int, swept: Sequence[str], otherwise: str) -> str:
-    """`003_learning_rate-1e-4_seed-2`: a folder and a job, by the values that were swept; `otherwise`: where none were. Of a
+    """`003_learning_rate-0.0001_seed-2`: a folder and a job, by the values that were swept; `otherwise`: where none were. Of a
     setting its last word, which says enough to whoever chose it; secrets that were typed in are left out. A path of it can be
     given back as a setting as it is."""
     values = [redact_shapes(override).lstrip("+").partition("=") for override in swept]

@@ -151,10 +151,14 @@ def refuse_hydra_settings(parsed: Sequence[Override]) -> None:
             raise UsageError(f"{override.input_line}: {instead}")
 
 
+_AS_TYPED = {"True": "true", "False": "false"}
+"""Hydra gives Python's words for what was typed; a text that reads so comes in quotes."""
+
+
 def _product(parsed: Sequence[Override]) -> Iterator[tuple[str, ...]]:
     """The points of a sweep, the last swept override turning fastest."""
     values = [
-        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        [f"{override.get_key_element()}={_AS_TYPED.get(value, value)}" for value in override.sweep_string_iterator()]
         if override.is_sweep_override()
         else [str(override.input_line)]
         for override in parsed

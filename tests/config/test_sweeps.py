@@ -163,6 +163,13 @@ def test_a_searched_sweep_finds_the_presets_and_plug_ins_of_a_users_folder(user:
     assert slopes == [0.9, 0.9]
 
 
+def test_truth_values_of_a_sweep_stay_as_they_were_typed():
+    given = ("experiment=fake", "debug=true,false", "environments.countdown.kwargs.word='True','a b'")
+    points = load_points(given, places_for(None), os.environ, sweep=True)
+    assert [point.swept[0] for point in points] == ["debug=true", "debug=true", "debug=false", "debug=false"]
+    assert [point.swept[1].partition("=")[2] for point in points[:2]] == ["'True'", "'a b'"]
+
+
 def test_the_command_line_refuses_a_searched_sweep_in_the_same_words(telescope, tmp_path):
     shown = telescope("-m", "hydra/sweeper=basic", "algorithm=grpo,gspo,sapo", "algorithm.use_tis=true")
     assert shown.returncode == 1
