@@ -18,7 +18,10 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PARTS = ("tests/cli", "tests/slurm", "tests/config", "tests/process", "tests/wire", "tests/flow")
-WITHOUT = ("tests/cli/test_export.py", "tests/cli/test_export_smollm2.py", "tests/cli/test_model_from_gguf.py")
+WITHOUT = (
+    *("tests/cli/test_export.py", "tests/cli/test_export_smollm2.py", "tests/cli/test_model_from_gguf.py"),
+    "tests/cli/env/test_audit.py",
+)
 """They are about models: torch, safetensors and gguf."""
 TOOLS = {"hypothesis", "psutil", "pytest", "pytest-asyncio", "pytest-timeout", "tokenizers", "transformers"}
 INSTALL_S, TEST_S, RUN_S = 1800, 2400, 300
