@@ -40,6 +40,16 @@ class EnvironmentCard(Record):
     """Train prompts that left no room for an answer; they are not among `split_sizes`, and are never drawn."""
 
 
+class ModelFacts(Record):
+    """What a process has read in the model's folder: one that reads other facts would train or sample another model."""
+
+    name: str
+    """model.name"""
+    folder: str
+    facts: dict[str, str]
+    """By the name of the fact, e.g. `{"end tokens": "151645, 151643"}` (config/model_facts.py)."""
+
+
 class Sampling(Record):
     """How tokens are drawn. Log-probs are those of the distribution after `temperature`, `min_p`, `top_k` and `top_p`
     (processed)."""
