@@ -12,7 +12,7 @@ import numpy as np
 
 Role = Literal["worker", "server", "trainer"]
 FinishReason = Literal["stop", "length", "abort"]
-FailureKind = Literal["infrastructure", "grader"]
+FailureKind = Literal["infrastructure", "grader", "prompt"]
 """Whose failure ended a rollout without a score; what the policy does wrong is a score."""
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from telescope.environments.base import Chat, Prompt, Reward, SingleTurn, Turn
+from telescope.environments.base import Chat, KnowsTemplate, Prompt, Reward, SingleTurn, ToolSchema, Turn
 from telescope.environments.graders.maths import (
     AnswerForm,
     Conventions,
@@ -99,6 +99,9 @@ class MathsQuestions(SingleTurn):
 
     async def play(self, prompt: Prompt, chat: Chat) -> Reward:
         return await (self._dialogue.play(prompt, chat) if self.tools else super().play(prompt, chat))
+
+    def first_request(self, prompt: Prompt, template: KnowsTemplate) -> tuple[Sequence[Turn], Sequence[ToolSchema]]:
+        return self._dialogue.first_request(prompt, template) if self.tools else super().first_request(prompt, template)
 
     @cached_property
     def _dialogue(self) -> PythonTool:
