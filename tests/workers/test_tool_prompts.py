@@ -53,8 +53,9 @@ class FromState(Tools):
 @pytest.fixture
 def by_template(template: ChatTemplate) -> ChatTemplate:
     """Writes the names of its tools, 8 letters in all, and what turns say."""
-    text = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}<|assistant|>"
-    return ChatTemplate(template.tokenizer, [1], chat_template=text)
+    named = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    said = "{% for m in messages %}{{ m.content }}{% endfor %}<|assistant|>"
+    return ChatTemplate(template.tokenizer, [1], chat_template=named + said)
 
 
 def limits(longest: int) -> PlayLimits:
