@@ -43,6 +43,10 @@ def has_chat_template(name: str, folder: Path) -> bool:
     return bool(_find(folder, TEMPLATES) or _read_own(name, folder, "tokenizer_config.json").get("chat_template"))
 
 
+def describe_no_template(name: str) -> str:
+    return f"model.name={name} has no chat template (a base model?): give one as model.chat_template, in Jinja"
+
+
 def _read_texts(name: str, folder: Path) -> dict[str, str]:
     config = _read_own(name, folder, "config.json")
     inner = config.get("text_config") or {}

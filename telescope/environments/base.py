@@ -173,6 +173,12 @@ class Environment(Settings):
     async def tear_down(self) -> None:
         """Once when the worker ends, whatever ended it. It has 10 seconds."""
 
+    def check_data(self) -> None:
+        """Raise what `prompts` would raise for want of a file, a package or a setting: asked before a run starts anything, so
+        quickly, and without a network. Override it where `prompts` takes long or downloads."""
+        for split in self.splits:
+            self.prompts(split)
+
     @must_override
     def prompts(self, split: str) -> Sequence[Prompt]:
         """All prompts of a split, in a fixed order: the same settings give the same prompts anywhere, in any process.

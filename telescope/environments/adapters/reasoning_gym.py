@@ -58,6 +58,9 @@ class ReasoningGym(SingleTurn):
             raise ValueError(f"task={task!r} can't be trained on: {REFUSED[task]}")
         return task
 
+    def check_data(self) -> None:
+        """Problems are made, not read; the package alone takes seconds to import, and `requires` has been looked at."""
+
     def prompts(self, split: str) -> Sequence[Prompt]:
         load_problems(self.task, self._config)  # refuses a wrong name or setting now rather than at the first rollout
         size = {"train": self.num_train, "eval": self.num_eval}[split]

@@ -107,6 +107,9 @@ class MathsQuestions(SingleTurn):
     def _dialogue(self) -> PythonTool:
         return self.with_tools.with_score(self.reward)
 
+    def check_data(self) -> None:
+        self._source.check(self.train_split, self.eval_split)
+
     def prompts(self, split: str) -> Sequence[Prompt]:
         prompts = self._train_and_eval[split]
         limit = {"train": self.num_train, "eval": self.num_eval}[split]
@@ -138,6 +141,10 @@ class MathsQuestions(SingleTurn):
             self._verdicts.put((wanted, given), known)
         return known
 
+    @property
+    def _source(self) -> DatasetSource:
+        return DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
+
     @cached_property
     def _conventions(self) -> Conventions:
         return Conventions(self.percent, self.number_tolerance)
@@ -157,9 +164,8 @@ class MathsQuestions(SingleTurn):
         return {"train": tuple(rest), "eval": tuple(held_out)}
 
     def _load_prompts(self, split: str) -> tuple[Prompt, ...]:
-        source = DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
         columns = [self.question_field.partition(".")[0], self.answer_field.partition(".")[0]]
-        rows = source.rows(split, columns)
+        rows = self._source.rows(split, columns)
         made = [self._prompt(row) for row in rows]
         left_out = [row for row, prompt in zip(rows, made, strict=True) if prompt is None]
         if left_out:

@@ -108,6 +108,9 @@ class CodeGeneration(SingleTurn):
             await self._pool.close()
             self._pool = None
 
+    def check_data(self) -> None:
+        self._source.check(self.train_split, self.eval_split)
+
     def prompts(self, split: str) -> Sequence[Prompt]:
         return self._splits[split]
 
@@ -139,9 +142,13 @@ class CodeGeneration(SingleTurn):
         total = float(verdict.all_passed) if self.score == "all" else verdict.passed
         return Reward(total, {**metrics, **guest.use.metrics()}, tags=tags, info=info)
 
+    @property
+    def _source(self) -> DatasetSource:
+        return DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
+
     @cached_property
     def _splits(self) -> dict[str, list[Prompt]]:
-        source = DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
+        source = self._source
         paths = (self.question_field, self.tests_field, self.setup_field, self.entry_point_field, self.prefix_field)
         columns = [path.partition(".")[0] for path in (*paths, self.solution_field) if path is not None]
         train = source.rows(self.train_split, columns)

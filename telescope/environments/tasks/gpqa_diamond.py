@@ -55,6 +55,9 @@ class GpqaDiamond(SingleTurn):
                 raise ValueError(f"instruction={instruction!r} must contain {part}")
         return instruction
 
+    def check_data(self) -> None:
+        self._source.check("train")
+
     def prompts(self, split: str) -> Sequence[Prompt]:
         """The same for both splits, because there are no other questions."""
         return self._prompts
@@ -67,8 +70,12 @@ class GpqaDiamond(SingleTurn):
 
     @cached_property
     def _prompts(self) -> tuple[Prompt, ...]:
-        rows = DatasetSource(self.dataset, (self.subset,), self.revision, self.data_dir).rows("train", COLUMNS)
+        rows = self._source.rows("train", COLUMNS)
         return tuple(self._prompt(row, index) for index, row in enumerate(rows[: self.num_prompts]))
+
+    @property
+    def _source(self) -> DatasetSource:
+        return DatasetSource(self.dataset, (self.subset,), self.revision, self.data_dir)
 
     def _prompt(self, row: Row, index: int) -> Prompt:
         texts = {column: get_text(row, column).strip() for column in COLUMNS}
