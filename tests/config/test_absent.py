@@ -1,4 +1,4 @@
-"""What a run needs and this machine has not is told before anything starts: `telescope check` and `telescope run` say the same."""
+"""What a run needs and this machine has not is told before anything starts, alike by `telescope check` and `telescope run`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ class Own(SingleTurn):
 """
 
 
-def absent(
-    *overrides: str, config_dir: Path | None = None, hosts: tuple[Host, ...] = (CPU,), elsewhere: bool = False
-) -> list[str]:
+def absent(*overrides: str, config_dir: Path | None = None, elsewhere: bool = False) -> list[str]:
     found = compose_one(*FAKE, *overrides, config_dir=config_dir)
     assert found.config is not None, found.problems
-    return find_absent(found.config, make_plan(found.config, hosts), elsewhere=elsewhere)
+    return find_absent(found.config, make_plan(found.config, (CPU,)), elsewhere=elsewhere)
 
 
 @pytest.fixture
@@ -68,7 +66,6 @@ def folder(tmp_path: Path) -> Path:
             ("env=[code_generation]", "environments.code_generation.kwargs.data_dir=/nowhere"),
             "data_dir='/nowhere' is not there",
         ),
-        (("env=[wordle]", "environments.wordle.kwargs.words_file=/nowhere"), "words_file: /nowhere can't be read"),
         (
             ("env=[agent_program]", "environments.agent_program.kwargs={command: [a], tasks: /nowhere}"),
             "the tasks in /nowhere can't be read",
