@@ -187,6 +187,11 @@ class Environment(Settings):
         """
         raise NotImplementedError(f"{type(self).__name__} defines no prompts")
 
+    def right_answer(self, prompt: Prompt) -> str:
+        """The right answer in the form in which the policy has to say it, such as `<answer>42</answer>`; "" where none can be
+        said. `telescope env check` plays it."""
+        return prompt.answer
+
     def first_request(self, prompt: Prompt, template: KnowsTemplate) -> tuple[Sequence[Turn], Sequence[ToolSchema]]:
         """What the first `say` of a rollout puts to the chat template, as far as that is known without playing: turns and
         tools. Prompts are measured by it."""

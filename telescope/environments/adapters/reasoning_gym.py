@@ -67,9 +67,11 @@ class ReasoningGym(SingleTurn):
         start = self.seed if split == "train" else self.seed + self.num_train
         return LazyPrompts(size, lambda index: self._prompt(start + index))
 
+    def right_answer(self, prompt: Prompt) -> str:
+        return self._parser.wrap(prompt.answer) if prompt.answer else ""
+
     async def reward(self, prompt: Prompt, answer: str) -> Reward:
-        parser = Whole() if self.answer_tag is None else AnswerTags(self.answer_tag)
-        given = ThinkTags(parser).parse(answer)
+        given = ThinkTags(self._parser).parse(answer)
         total, tags = 0.0, tuple[str, ...]()
         if given is not None and len(given) <= MAX_ANSWER_CHARACTERS:
             try:
@@ -78,6 +80,10 @@ class ReasoningGym(SingleTurn):
                 tags = ("too_heavy",)
         metrics = {"exact": float(total >= 1), "has_answer": float(given is not None)}
         return Reward(total, metrics, golden_answers=(prompt.answer,), tags=tags, info={"parsed_answer": given})
+
+    @property
+    def _parser(self) -> Whole | AnswerTags:
+        return Whole() if self.answer_tag is None else AnswerTags(self.answer_tag)
 
     @cached_property
     def _config(self) -> str:

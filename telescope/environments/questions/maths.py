@@ -27,6 +27,7 @@ from telescope.environments.graders.maths import (
 from telescope.environments.graders.pool import GraderOverrun, grade
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.lru import LruCache
+from telescope.environments.parsers import Boxed
 from telescope.environments.questions.dataset import DatasetSource, Instruction, Row, get_text, hold_out
 from telescope.environments.questions.rows import find_place
 from telescope.environments.tools.python_tool import PythonTool
@@ -99,6 +100,9 @@ class MathsQuestions(SingleTurn):
 
     async def play(self, prompt: Prompt, chat: Chat) -> Reward:
         return await (self._dialogue.play(prompt, chat) if self.tools else super().play(prompt, chat))
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return Boxed().wrap(prompt.answer)  # which every `answer_form` reads
 
     def first_request(self, prompt: Prompt, template: KnowsTemplate) -> tuple[Sequence[Turn], Sequence[ToolSchema]]:
         return self._dialogue.first_request(prompt, template) if self.tools else super().first_request(prompt, template)

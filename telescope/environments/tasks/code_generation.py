@@ -24,6 +24,7 @@ from telescope.environments.graders.code import (
     run_tests,
 )
 from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.parsers import CodeBlock
 from telescope.environments.questions.dataset import DatasetSource, Instruction, NoRows, Row, hold_out
 from telescope.environments.questions.rows import find_place, write_text
 from telescope.environments.sandboxes.base import SandboxError
@@ -113,6 +114,9 @@ class CodeGeneration(SingleTurn):
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         return self._splits[split]
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return CodeBlock(("python",)).wrap(prompt.answer) if prompt.answer.strip() else ""
 
     async def reward(self, prompt: Prompt, answer: str) -> Reward:
         tests = self._read_tests(prompt.facts["tests"], prompt.facts["setup"], prompt.facts["entry_point"], check=False)

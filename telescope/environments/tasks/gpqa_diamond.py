@@ -16,6 +16,7 @@ from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.graders.letters import LETTERS as LETTERS
 from telescope.environments.graders.letters import find_letter as find_letter
 from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.parsers import Boxed
 from telescope.environments.questions.dataset import DatasetSource, Row, get_text
 from telescope.environments.questions.rows import NoRows, find_place
 
@@ -61,6 +62,9 @@ class GpqaDiamond(SingleTurn):
     def prompts(self, split: str) -> Sequence[Prompt]:
         """The same for both splits, because there are no other questions."""
         return self._prompts
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return Boxed().wrap(prompt.answer)
 
     def reward(self, prompt: Prompt, answer: str) -> Reward:
         letter = find_letter(answer)
