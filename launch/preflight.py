@@ -6,25 +6,43 @@ to guess: of hosts other than this one only what the plan says is judged, and wh
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import json
+import os
+import signal
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telescope._launch.process_environment import read_own_environment
+from telescope._launch.process_environment import make_child_environment, read_own_environment
 from telescope._launch.process_plan import LaunchPlan, PlanError
 from telescope._launch.this_host import find_compute_capability
+from telescope.config import plugins
 from telescope.config.conflicts import conflicts
+from telescope.config.model_facts import describe_no_template, has_chat_template
+from telescope.config.models import ModelBroken, check_files, check_weights, model_path
 from telescope.config.precision import unserved
-from telescope.config.run import as_json
+from telescope.config.run import as_json, dump_run
 from telescope.config.secrets import find_missing
+from telescope.runlog.layout import write_atomically
 from telescope.weights.base import TransportRefused
 from telescope.weights.transport_choice import choose, placement_of
+from telescope.workers import rehearsal
+from telescope.workers.loading import find_obstacle
 
 if TYPE_CHECKING:
     from telescope.config.run import RunConfig
 
 
 LOOPBACK_S = 2.0
+REHEARSAL_S = 20.0
+"""For a process that asks the user's own environments for their prompts; beyond it nothing is said, and the worker will."""
+SHIPPED = "telescope."
 CHECKED_BY_PROCESS = ("weight_sync.transport", "inference.quantization")
 """Settings of which their own process has a sentence."""
 
@@ -32,7 +50,7 @@ CHECKED_BY_PROCESS = ("weight_sync.transport", "inference.quantization")
 def find_obstacles(config: RunConfig, plan: LaunchPlan, *, elsewhere: bool = False) -> list[str]:
     """Sentences with the remedy, each that of the process which would say it. `elsewhere`: its hosts are not this one alone."""
     return [
-        *(() if elsewhere else _check_loopback(plan)),
+        *(() if elsewhere else (*_check_loopback(plan), *_check_packages(config))),
         *_check_variables(config),
         *_check_weights(config, plan),
         *filter(None, (unserved(config, plan.device),)),
@@ -41,10 +59,90 @@ def find_obstacles(config: RunConfig, plan: LaunchPlan, *, elsewhere: bool = Fal
     ]
 
 
+def find_absent(config: RunConfig, plan: LaunchPlan, *, elsewhere: bool = False) -> list[str]:
+    """What the run needs and this host has not: files of the model, data and packages of the environments. The same kind of
+    sentences. Of a run that is elsewhere, or on several hosts, nothing is told."""
+    if elsewhere or len(plan.hosts) > 1:
+        return []
+    return [*_check_model(config), *_check_environments(config, plan)]
+
+
 def refuse(config: RunConfig, plan: LaunchPlan, *, elsewhere: bool = False) -> None:
-    """Raises `PlanError` with all of them, one a line."""
-    if found := find_obstacles(config, plan, elsewhere=elsewhere):
+    """Raises `PlanError` with all of both, one a line."""
+    if found := [*find_absent(config, plan, elsewhere=elsewhere), *find_obstacles(config, plan, elsewhere=elsewhere)]:
         raise PlanError("\n".join(found))
+
+
+def _check_packages(config: RunConfig) -> Iterator[str]:
+    needed = {
+        "transformers": ("model.name", config.model.name),
+        **({"vllm": ("inference.engine", "vllm")} if config.inference.engine == "vllm" else {}),
+        **({"torch": ("backend.name", "fsdp")} if config.backend_name == "fsdp" else {}),
+        **({"peft": ("model.lora", "…")} if config.model.lora is not None else {}),
+    }
+    for package, (setting, value) in needed.items():
+        if importlib.util.find_spec(package) is None:
+            yield (
+                f"{setting}={value} needs the package {package}, which is not installed for {sys.executable}: install the "
+                "extra for this machine (pip install -e '.[cpu]' or '.[gpu]', docs/dependencies.md)"
+            )
+
+
+def _check_model(config: RunConfig) -> Iterator[str]:
+    """What lies here; what a hub gives is asked of it elsewhere (`config.models.hub_problem`)."""
+    name, folder = config.model.name, model_path(config.model.name)
+    if folder is None:
+        return
+    try:
+        check_files(name, folder)
+        if config.inference.engine != "fake" or config.backend_name != "fake":
+            check_weights(name, folder)
+        if config.model.chat_template is None and not has_chat_template(name, folder):
+            yield describe_no_template(name)
+    except ModelBroken as error:
+        yield str(error)
+
+
+def _check_environments(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
+    """Of environments that come with Telescope in this process; of the user's own in one that is like a worker."""
+    if find_missing(as_json(config), read_own_environment()):
+        return  # they may be settings of the environment, and are said already
+    own = []
+    for label, entry in config.environments.items():
+        try:
+            kind = plugins.load(plugins.ENVIRONMENTS, entry.name, config.plugin_path)
+        except plugins.PluginError as error:
+            yield f"environments.{label}: {error}"
+            continue
+        if not kind.__module__.startswith(SHIPPED):
+            own.append(label)
+        elif found := find_obstacle(config, label):
+            yield found
+    workers = [process for process in plan.processes if process.role == "worker"]
+    if own and workers:
+        yield from _rehearse(config, own, make_child_environment(workers[0].environment, workers[0].needs))
+
+
+def _rehearse(config: RunConfig, labels: list[str], environment: Mapping[str, str]) -> list[str]:
+    with tempfile.TemporaryDirectory(prefix="telescope-") as folder:
+        place = Path(folder)
+        write_atomically(place / rehearsal.CONFIG, dump_run(config), mode=0o600)
+        command = [sys.executable, "-m", rehearsal.__name__, folder, *labels]
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        ) as process:
+            try:
+                process.wait(REHEARSAL_S)
+            except subprocess.TimeoutExpired:
+                return []
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        try:
+            found: list[str] = json.loads((place / rehearsal.OBSTACLES).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # it died; a worker that does the same says why
+            return []
+    return found
 
 
 def _check_variables(config: RunConfig) -> Iterator[str]:

@@ -12,7 +12,7 @@ import numpy as np
 
 Role = Literal["worker", "server", "trainer"]
 FinishReason = Literal["stop", "length", "abort"]
-FailureKind = Literal["infrastructure", "grader"]
+FailureKind = Literal["infrastructure", "grader", "prompt"]
 """Whose failure ended a rollout without a score; what the policy does wrong is a score."""
 
 
@@ -38,6 +38,16 @@ class EnvironmentCard(Record):
     """Hash over the environment's settings and prompts: two workers that disagree would train on different data."""
     too_long: int = 0
     """Train prompts that left no room for an answer; they are not among `split_sizes`, and are never drawn."""
+
+
+class ModelFacts(Record):
+    """What a process has read in the model's folder: one that reads other facts would train or sample another model."""
+
+    name: str
+    """model.name"""
+    folder: str
+    facts: dict[str, str]
+    """By the name of the fact, e.g. `{"end tokens": "151645, 151643"}` (config/model_facts.py)."""
 
 
 class Sampling(Record):

@@ -1,7 +1,8 @@
 """`python -m telescope check [overrides]`: is this command line a run, or a sweep, that can start here? Starts nothing.
 
-Exit code 0 where every point is valid and its processes find a place, 1 where one is not, 2 for a command line that can't be
-read. What else telescope.run would refuse here has a line of its own: a check is often made on a login node, for other hosts.
+Exit code 0 where every point is valid, its processes find a place and what it needs is there, 1 where one is not, 2 for a
+command line that can't be read. What else telescope.run would refuse here has a line of its own: a check is often made on a
+login node, for other hosts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from telescope._launch.process_plan import PlanError, describe_shared_gpus
 from telescope._launch.slurm.submit import SubmitRefused, refuse_submission
 from telescope.cli.command_line import parse_all
-from telescope.cli.start import find_obstacles, make_plan_here
+from telescope.cli.start import find_absent, find_obstacles, make_plan_here
 from telescope.compose.load import Point, UsageError, load_points, places_for
 from telescope.compose.sweeper import has_sweeper
 from telescope.config.models import hub_problem
@@ -45,7 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"telescope check: {error}\n")
         return USAGE
     hub = functools.cache(hub_problem)
-    found = [(point, judged(point, hub)) for point in points]
+    known: dict[str, list[str]] = {}
+    found = [(point, judged(point, hub, known)) for point in points]
     for point, (valid, said) in found:
         (sys.stdout if valid else sys.stderr).write(f"{' '.join(point.overrides) or 'the default run'}: {said}\n")
     wrong = sum(not valid for _, (valid, _) in found)
@@ -56,14 +58,16 @@ def main(arguments: Sequence[str]) -> int:
     return CONFIG_ERROR if wrong else OK
 
 
-def judged(point: Point, hub: Callable[[str], ConfigProblem | None]) -> tuple[bool, str]:
-    """Whether the point is a run that has its place, and what is to be said of it."""
+def judged(point: Point, hub: Callable[[str], ConfigProblem | None], known: dict[str, list[str]]) -> tuple[bool, str]:
+    """Whether the point is a run that has its place and what it needs, and what is to be said of it."""
     if point.config is None or point.problems:
         return False, str(ConfigError(point.problems))
     try:
         _, plan = make_plan_here(point.config)
     except PlanError as error:
         return False, str(error)
+    if absent := find_absent(point.config, plan, known):
+        return False, "\n  - ".join(["It needs what is not on this machine:", *absent])
     warnings = [*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "",))]
     said = [f"  Warning: {warning}" for warning in warnings]
     refused = [*_directory_in_use(point.config), *_unsubmitted(point.config), *find_obstacles(point.config, plan, hub)]

@@ -21,6 +21,7 @@ from telescope.cli.start import (
     CONFIG_ERROR,
     OK,
     RunOrder,
+    find_absent,
     find_obstacles,
     join_run,
     make_plan_here,
@@ -240,8 +241,13 @@ def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | No
             f"A sweep (-m) over {nodes} hosts is not possible: they would have to agree when each point begins and ends. Give "
             "the command once a point on every host, or cluster=slurm, which makes an array of them."
         )
-    hub = functools.cache(hub_problem)
-    found = dict.fromkeys(sentence for config, _, plan in plans for sentence in find_obstacles(config, plan, hub))
+    hub, known = functools.cache(hub_problem), dict[str, list[str]]()
+    judged = (
+        sentence
+        for config, _, plan in plans
+        for sentence in (*find_absent(config, plan, known), *find_obstacles(config, plan, hub))
+    )
+    found = dict.fromkeys(judged)
     if found:
         raise _NotStarted("\n".join(found))
     orders: list[RunOrder] = []

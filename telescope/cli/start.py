@@ -86,9 +86,24 @@ def make_plan_here(config: RunConfig) -> tuple[NodeIdentity, LaunchPlan | None]:
     return found, make_plan(config, (inspect_this_host(),)) if found.nodes == 1 else None
 
 
+def find_absent(config: RunConfig, plan: LaunchPlan | None, known: dict[str, list[str]]) -> list[str]:
+    """What the run needs and this machine has not: sentences with the remedy. Of several hosts that have yet to meet the head
+    asks. `known`: what was found already, for the points of a sweep with the same model and environments."""
+    from telescope._launch.preflight import find_absent
+    from telescope.config.run import as_json
+
+    if plan is None:
+        return []
+    settings = as_json(config)
+    key = repr([settings[part] for part in ("plugin_path", "environments", "model", "inference", "cluster")])
+    if key not in known:
+        known[key] = find_absent(config, plan, elsewhere=config.cluster.slurm is not None)
+    return known[key]
+
+
 def find_obstacles(config: RunConfig, plan: LaunchPlan | None, hub: Callable[[str], ConfigProblem | None]) -> list[str]:
-    """Why a run of that plan would not start on this machine, though its configuration is right: sentences with the remedy. Of
-    several hosts that have yet to meet the head asks once more. `hub`: `hub_problem`, cached where there are many points."""
+    """Why a run of that plan would not start on this machine, though its configuration is right and nothing is absent
+    (`find_absent`): sentences with the remedy. `hub`: `hub_problem`, cached where there are many points."""
     from telescope._launch.preflight import find_obstacles
 
     found = [] if plan is None else find_obstacles(config, plan, elsewhere=config.cluster.slurm is not None)

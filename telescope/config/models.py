@@ -151,7 +151,7 @@ def check_files(name: str, folder: Path) -> None:
     for file in (folder / part for part in JSON_FILES):
         if not file.is_file():
             continue
-        found = _read_json(name, file)
+        found = read_json_object(name, file)
         given = found.get("eos_token_id")
         if not all(isinstance(token, int) for token in (given if isinstance(given, list) else [given or 0])):
             raise ModelBroken(f"model.name={name}: eos_token_id={given!r} in {file} is neither a token id nor a list of them")
@@ -176,7 +176,7 @@ def weight_files(name: str, folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    listed = _read_json(name, index).get("weight_map")
+    listed = read_json_object(name, index).get("weight_map")
     if not isinstance(listed, dict):
         raise ModelBroken(f"model.name={name}: {index} has no weight_map")
     return sorted({folder / str(part) for part in listed.values()})
@@ -198,7 +198,8 @@ def _check_safetensors(name: str, file: Path) -> None:
         raise ModelBroken(f"model.name={name}: the weights in {file} can't be read: {error}") from error
 
 
-def _read_json(name: str, file: Path) -> dict[str, Any]:
+def read_json_object(name: str, file: Path) -> dict[str, Any]:
+    """Of a file in the model's folder. Raises `ModelBroken`."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, overload
+from typing import Any, ClassVar, Protocol, overload, runtime_checkable
 
 from telescope.environments.failures import GraderError, grading
 from telescope.environments.threads import TimeLimit, run_function
@@ -134,6 +134,19 @@ class Chat(Dialogue, Protocol):
         ...
 
 
+@runtime_checkable
+class KnowsTemplate(Protocol):
+    """What can say what the chat template is able to write: the template itself, and most chats. Of a chat that can't, a tool
+    role is expected and no listing."""
+
+    @property
+    def shows_tools(self) -> bool: ...
+    @property
+    def has_tool_role(self) -> bool: ...
+    @property
+    def tokenizer(self) -> Any: ...
+
+
 class Environment(Settings):
     """Base of all environments. Subclasses give `prompts` and `play`, or derive from SingleTurn or MultiTurn.
 
@@ -160,6 +173,12 @@ class Environment(Settings):
     async def tear_down(self) -> None:
         """Once when the worker ends, whatever ended it. It has 10 seconds."""
 
+    def check_data(self) -> None:
+        """Raise what `prompts` would raise for want of a file, a package or a setting: asked before a run starts anything, so
+        quickly, and without a network. Override it where `prompts` takes long or downloads."""
+        for split in self.splits:
+            self.prompts(split)
+
     @must_override
     def prompts(self, split: str) -> Sequence[Prompt]:
         """All prompts of a split, in a fixed order: the same settings give the same prompts anywhere, in any process.
@@ -167,6 +186,16 @@ class Environment(Settings):
         A sequence may make its prompts lazily (`LazyPrompts`).
         """
         raise NotImplementedError(f"{type(self).__name__} defines no prompts")
+
+    def right_answer(self, prompt: Prompt) -> str:
+        """The right answer in the form in which the policy has to say it, such as `<answer>42</answer>`; "" where none can be
+        said. `telescope env check` plays it."""
+        return prompt.answer
+
+    def first_request(self, prompt: Prompt, template: KnowsTemplate) -> tuple[Sequence[Turn], Sequence[ToolSchema]]:
+        """What the first `say` of a rollout puts to the chat template, as far as that is known without playing: turns and
+        tools. Prompts are measured by it."""
+        return prompt.turns, ()
 
     @must_override
     async def play(self, prompt: Prompt, chat: Chat) -> Reward:

@@ -14,6 +14,7 @@ Refuses sockets and clocks beyond time stamps: a `Sampler` is handed in.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,7 +151,7 @@ class _ChatRecord:
         self.failure: BaseException | None = None
 
     async def sample(self, prompt: np.ndarray, max_tokens: int | None) -> Sampled:
-        """Raises `PromptTooLong` or `ContextFull`, which are not failures of the rollout, and whatever the sampler raises.
+        """Raises `PromptTooLong` or `ContextFull`, after which a dialogue may go on with less, and what the sampler raises.
 
         A dialogue that has no room to go on is cut off by its length, as an answer at its limit is, unless more is said."""
         turn, room = self.asked, self.measure_room(max_tokens)
@@ -288,9 +289,23 @@ class TokenDialogue:
     async def _say(self, turns: Sequence[Turn], tools: tuple[ToolSchema, ...], max_tokens: int | None) -> str:
         history, restated, turns = self._append_turns(turns)
         question = self._make_question(history, restated, turns, tools)
-        sampled = await self._record.sample(question.ids(), max_tokens)
+        try:
+            sampled = await self._record.sample(question.ids(), max_tokens)
+        except PromptTooLong as error:
+            raise PromptTooLong(f"{error} ({self._describe_parts(history, tools)})") from None
         self._history, self._restated, self._tools = history, restated, tools
         return self._commit(question, sampled)
+
+    def _describe_parts(self, history: Sequence[Turn], tools: tuple[ToolSchema, ...]) -> str:
+        """What an opening prompt's tokens are: those of its tools, of its system turn, and the rest."""
+        template, system = self._record.template, 0
+        bare = len(template.render(history).ids)
+        spoken = [turn for turn in history if turn.get("role") != "system"]
+        with contextlib.suppress(TemplateError):
+            system = bare - len(template.render(spoken).ids) if 0 < len(spoken) < len(history) else 0
+        names = ", ".join(str(tool.get("function", {}).get("name")) for tool in tools)
+        parts = [f"{len(template.opening(history, tools).ids) - bare} are schemas of tools: {names}"] if tools else []
+        return ", ".join([*parts, f"{system} are the system turn", f"{bare - system} are the rest"])
 
     def _append_turns(self, turns: Sequence[Turn]) -> tuple[list[Turn], dict[int, Turn], Sequence[Turn]]:
         """(messages, those that stand restated, the new ones) with `turns` behind the dialogue."""

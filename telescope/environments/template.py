@@ -24,6 +24,7 @@ Ids = np.ndarray  # [T] int32
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _PROBE = "probe7391"
+SHOWN_OF_AN_END = 40
 _ASKED: Turn = {"role": "user", "content": "q"}
 
 
@@ -102,11 +103,13 @@ class ChatTemplate:
     def text(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = ()) -> str:
         """The dialogue as the template writes it, the header of the policy's next answer included. `tools` go to the template
         as its own `tools`, in OpenAI's form."""
-        options = {**self._options, "tools": [dict(tool) for tool in tools]} if tools else self._options
+        return self._write(turns, tools)
+
+    def _write(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = (), **more: Any) -> str:
+        given = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        options = {"tokenize": False, "add_generation_prompt": True, **self._options, **given, **more}
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=True, **options
-            )
+            text = self.tokenizer.apply_chat_template([dict(turn) for turn in turns], **options)
         except (ValueError, TypeError, KeyError, LookupError) as error:
             raise TemplateError(f"the tokenizer can't render the dialogue: {error} (model.chat_template gives one)") from error
         except Exception as error:
@@ -123,6 +126,51 @@ class ChatTemplate:
             return _PROBE not in self.text([{"role": "user", "content": _PROBE}])
         except TemplateError:  # it wants another dialogue: said where an environment's own prompts are rendered
             return False
+
+    def find_oddities(self) -> list[str]:
+        """What of the template makes training other than one thinks, in sentences; empty mostly."""
+        looks = (self._find_strange_end, self._find_ignored_header, self._find_clock)
+        return [sentence for look in looks if (sentence := look())]
+
+    def _find_strange_end(self) -> str:
+        try:
+            text = self._write([_ASKED, {"role": "assistant", "content": _PROBE}], add_generation_prompt=False)
+        except TemplateError:
+            return ""
+        _, said, end = text.rpartition(_PROBE)
+        if not said or end.lstrip().startswith(tuple(self.end_texts.values())):
+            return ""
+        known = " or ".join(map(repr, self.end_texts.values()))
+        return (
+            f"the chat template writes {end[:SHOWN_OF_AN_END]!r} behind an answer, and answers end with {known} alone: the end "
+            "that the policy reads in earlier turns would end none of its own; add the token to eos_token_id in "
+            "generation_config.json, or give another model.chat_template"
+        )
+
+    def _find_ignored_header(self) -> str:
+        try:
+            same = self._write([_ASKED]) == self._write([_ASKED], add_generation_prompt=False)
+        except TemplateError:
+            return ""
+        return (
+            "the chat template writes the same with and without add_generation_prompt: no header tells the policy that the "
+            "answer is its own; mend it, or give another model.chat_template"
+            if same
+            else ""
+        )
+
+    def _find_clock(self) -> str:
+        """By a clock of our own, which takes the place of the one that transformers gives to templates."""
+        try:
+            shown = _PROBE in self._write([_ASKED], strftime_now=lambda form: _PROBE)
+        except TemplateError:
+            return ""
+        return (
+            "the chat template writes the date (strftime_now): prompts then differ from day to day, and between hosts around "
+            "midnight; give model.chat_template without it"
+            if shown
+            else ""
+        )
 
     @cached_property
     def shows_tools(self) -> bool:

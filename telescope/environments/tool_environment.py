@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from telescope.environments.base import Chat, Prompt, Reward, ToolSchema, Turn
+from telescope.environments.base import Chat, KnowsTemplate, Prompt, Reward, ToolSchema, Turn
 from telescope.environments.failures import GraderError, InfrastructureError, PolicyError
 from telescope.environments.lru import LruCache
 from telescope.environments.multi_turn import MultiTurn
@@ -86,18 +86,6 @@ class CallResult:
 
     def turn(self, call_id: str) -> Turn:
         return {"role": "tool", "tool_call_id": call_id, "name": self.name, "content": self.text}
-
-
-@runtime_checkable
-class KnowsTemplate(Protocol):
-    """A chat that can say what its template is able to write. Of one that can't, a tool role is expected and no listing."""
-
-    @property
-    def shows_tools(self) -> bool: ...
-    @property
-    def has_tool_role(self) -> bool: ...
-    @property
-    def tokenizer(self) -> Any: ...
 
 
 @runtime_checkable
@@ -218,13 +206,25 @@ class ToolEnvironment(MultiTurn):
         if state.opened:
             return await chat.say(*turns)
         state.opened, state.tokenizer = True, able.tokenizer if able is not None else None
-        schemas = [tool.schema for tool in self.toolset(state).values()]
+        turns, schemas = self._tell_tools(turns, [tool.schema for tool in self.toolset(state).values()], able)
+        return await chat.say(*turns, tools=schemas)
+
+    def first_request(self, prompt: Prompt, template: KnowsTemplate) -> tuple[Sequence[Turn], Sequence[ToolSchema]]:
+        """With the tools of the class; those that follow from the rollout's state are not known here."""
+        if type(self).tools_for is not ToolEnvironment.tools_for:
+            return prompt.turns, ()
+        return self._tell_tools(prompt.turns, [self._tool(self._bind(each)).schema for each in self.tools], template)
+
+    def _tell_tools(
+        self, turns: Sequence[Turn], schemas: Sequence[ToolSchema], able: KnowsTemplate | None
+    ) -> tuple[Sequence[Turn], Sequence[ToolSchema]]:
+        """The opening turns, and what the chat template is to write of the tools itself."""
         if not schemas or self.tool_prompt == "none":
-            return await chat.say(*turns)
+            return turns, ()
         by_template = able is not None and able.shows_tools and (self.call_format == "json" or bool(self.vllm_tool_parser))
         if self.tool_prompt == "template" or (self.tool_prompt == "auto" and by_template):
-            return await chat.say(*turns, tools=schemas)
-        return await chat.say(*add_listing(turns, schemas, explain_format(self.call_format, self.call_tag)))
+            return turns, schemas
+        return add_listing(turns, schemas, explain_format(self.call_format, self.call_tag)), ()
 
     async def run_reward(self, function: Callable[..., Any], *arguments: Any, in_thread: bool = True) -> Reward:
         """The reward, with the counts of calls among its metrics (its own of the same name win)."""

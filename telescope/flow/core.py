@@ -28,7 +28,8 @@ from telescope.flow.staleness import Slots
 from telescope.flow.weight_versions import WeightVersions
 from telescope.records import RolloutOrder
 
-GRADER = "grader"
+TRIED_AGAIN = "infrastructure"
+"""The one kind of failure that another try may not have."""
 _PLAY = frozenset({seen.TurnStarted, seen.TurnDone, seen.GenerationOver, seen.RolloutDone})
 """Nearly all events of a run. Unless a group moves by one of them, there is nothing to take and nothing to admit after it."""
 
@@ -245,7 +246,7 @@ class Core:
         self._groups.end_attempt(rollout, counts=False)
         if not rollout.cancelled:
             self._tally.count_failure(event.kind)
-            self._groups.fail_attempt(rollout, event.cause, self._now, again=event.kind != GRADER)
+            self._groups.fail_attempt(rollout, event.cause, self._now, again=event.kind == TRIED_AGAIN)
 
     def _finish_update(self, version: int) -> None:
         versions = self._versions

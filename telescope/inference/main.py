@@ -22,7 +22,8 @@ from pathlib import Path
 import psutil
 
 from telescope.config import vllm_arguments
-from telescope.config.models import ModelNotFound, check_weights, model_folder, weight_files
+from telescope.config.model_facts import read_model_facts
+from telescope.config.models import ModelNotFound, check_weights, model_folder
 from telescope.config.plugins import PluginError
 from telescope.config.precision import unserved
 from telescope.config.run import RunConfig, config_hash
@@ -39,9 +40,9 @@ from telescope.inference.vllm.gpu_memory import card_bytes, free_on_cards, room_
 from telescope.inference.vllm.http import PortTaken, bind, http_beside, unknown_parsers
 from telescope.inference.vllm.model_tensors import ModelFilesUnreadable
 from telescope.inference.vllm.options import Device, ServerPlan, vllm_environment
+from telescope.records import ModelFacts
 from telescope.runlog import http_key, temporary
 from telescope.runlog.layout import RunDirectory, write_atomically
-from telescope.runlog.model_files import ModelFilesChanged, check_model_files
 from telescope.weights.base import Receiver, ServerEnd, Transport, TransportRefused
 from telescope.weights.transport_choice import choose, read_placement, transport_named
 from telescope.weights.transports.shared_memory import SharedMemoryReader
@@ -67,7 +68,6 @@ KNOWN = KnownErrors(
         *(
             PortTaken,
             ModelNotFound,
-            ModelFilesChanged,
             ModelFilesUnreadable,
             EngineRefused,
             ConfigError,
@@ -107,9 +107,8 @@ async def _live(place: ProcessContext, signals: ProcessSignals) -> int:
     device = device_of(config, os.environ)
     transport = choose(config, read_placement(place.directory.plan_json))
     engine = build_engine(config, place.identity.run_id, device, place.name, scratch, transport)
-    if settings.engine != "fake":
-        name, folder = config.model.name, model_folder(config.model.name)
-        check_model_files(place.directory, place.name, name, folder, weight_files(name, folder))
+    name = config.model.name
+    model = read_model_facts(name, model_folder(name), weights=settings.engine != "fake")
     code, why = 0, "it did not close within its deadline"
     try:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):
@@ -123,7 +122,7 @@ async def _live(place: ProcessContext, signals: ProcessSignals) -> int:
         ):
             freeze_heap()
             with _told(place, url):
-                async with await asyncio.to_thread(_connect, place, direct) as link:
+                async with await asyncio.to_thread(_connect, place, direct, model) as link:
                     code = await _until_stopped(Server(link, engine, direct, status), signalled)
     except Interrupted as interrupted:
         code = 128 + interrupted.number
@@ -185,9 +184,9 @@ def _told(place: ProcessContext, url: str) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def _connect(place: ProcessContext, direct: Hub | None) -> Link:
+def _connect(place: ProcessContext, direct: Hub | None, model: ModelFacts) -> Link:
     address = direct.address if direct is not None else None
-    hello = place.make_hello("server", capacity=lanes(place.config), version=0, direct_address=address)
+    hello = place.make_hello("server", capacity=lanes(place.config), version=0, direct_address=address, model=model)
     return Link.connect(place.directory, hello, deadline_s=place.config.cluster.placement_timeout_s)
 
 

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 NAMED = 3
 """So many of those who are missing are named on the terminal, which has one line."""
+SHOWN_CHARACTERS = 100
+"""Of a fact of the model's folder."""
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Peers:
     servers: tuple[str, ...]
     ranks: tuple[str, ...]
     present: dict[str, Hello] = field(default_factory=dict)
+    _told: dict[str, Hello] = field(default_factory=dict)
+    """By the fact of the model's folder, who told it first in this attempt: also a server that is started again must agree."""
 
     @classmethod
     def from_config(cls, cluster: ClusterSettings, tensor_parallel_size: int = 1) -> Peers:
@@ -81,6 +85,20 @@ class Peers:
                     f"{other.name} and {peer} load different prompts for environments.{different}: "
                     "give every environment worker the same files and settings"
                 )
+        return self._find_other_model(peer, hello)
+
+    def _find_other_model(self, peer: str, hello: Hello) -> str:
+        """Why the peer has not read the model that the others have, or an empty string; what it alone has read is noted."""
+        own = hello.model
+        for fact, value in own.facts.items() if own is not None else ():
+            first = self._told.setdefault(fact, hello)
+            if own is not None and first.model is not None and first.model.facts[fact] != value:
+                ours, theirs = _show_apart(value, first.model.facts[fact])
+                return (
+                    f"{peer} is refused, because it has read another model.name={own.name} than {first.name}: {fact} is "
+                    f"{ours} in {own.folder} on {hello.host}, and was {theirs} in {first.model.folder} on {first.host}: put "
+                    "the same files there on every host and leave them as they are, then begin a new run"
+                )
         return ""
 
 
@@ -93,6 +111,20 @@ def name_few(names: Sequence[str]) -> str:
 def _find_difference(some: tuple[EnvironmentCard, ...], others: tuple[EnvironmentCard, ...]) -> str:
     digests = {card.name: card.digest for card in some}
     return next((card.name for card in others if digests.get(card.name) != card.digest), "")
+
+
+def _show_apart(some: str, other: str) -> tuple[str, str]:
+    """Both values of a fact; long ones from a little before where they part."""
+    if max(len(some), len(other)) <= SHOWN_CHARACTERS:
+        return some, other
+    same = next((at for at, (one, two) in enumerate(zip(some, other, strict=False)) if one != two), min(len(some), len(other)))
+    begin = max(0, same - SHOWN_CHARACTERS // 4)
+    return _cut(some, begin), _cut(other, begin)
+
+
+def _cut(value: str, begin: int) -> str:
+    end = begin + SHOWN_CHARACTERS
+    return f"{'…' if begin else ''}{value[begin:end]}{'…' if end < len(value) else ''}"
 
 
 class FencedServers:

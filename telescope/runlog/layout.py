@@ -65,11 +65,6 @@ class RunDirectory:
         return self.path / "cmdline.txt"
 
     @property
-    def model_json(self) -> Path:
-        """What the model's files were when the attempt's first process read them (runlog/model_files.py)."""
-        return self.path / "model.json"
-
-    @property
     def run_json(self) -> Path:
         return self.path / "run.json"
 

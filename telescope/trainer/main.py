@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from telescope.backends.base import Backend, CheckpointUnfit, Job, RankLost, SaveSettings, World
-from telescope.config.models import ModelNotFound, check_weights, model_folder, weight_files
+from telescope.config.model_facts import read_model_facts
+from telescope.config.models import ModelNotFound, model_folder
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing
 from telescope.config.sections import ClusterSettings
 from telescope.config.words import ConfigError
 from telescope.runlog.checkpoints import CheckpointUnreadable, Resume, read_resume, trainer_part
-from telescope.runlog.model_files import ModelFilesChanged, check_model_files
 from telescope.runlog.writer import RunLog
 from telescope.trainer.gpu_share import CudaCard, GpuShare, NoRoomBeside
 from telescope.trainer.kept_batches import Keeper, last_word
@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 KNOWN = KnownErrors(
     errors=(
         *(OutOfOrder, Misplaced, NoRoomBeside, NoRoomForWeights),
-        *(TransportRefused, ModelNotFound, ModelFilesChanged, ConfigError, PluginError, SecretMissing),
+        *(TransportRefused, ModelNotFound, ConfigError, PluginError, SecretMissing),
         *(CheckpointUnfit, CheckpointUnreadable),
         *(WireRefused, WireTimeout, BadKeys),
     ),
@@ -106,13 +106,12 @@ def live(place: ProcessContext, signals: ProcessSignals) -> int:
             link.progress(doing)
 
     resume = read_resume(place.directory)
-    if config.model.lora is not None:  # whose base no update of weights makes the same on all hosts
-        name, folder = config.model.name, model_folder(config.model.name)
-        check_weights(name, folder)
-        check_model_files(place.directory, place.name, name, folder, weight_files(name, folder))
+    name = config.model.name
+    model = None if config.backend_name == "fake" else read_model_facts(name, model_folder(name), weights=True)
     backend = config.backend.build(job(config, world, progress, resume))
     freeze_heap()
-    hello = place.make_hello("trainer", capacity=CREDITS, rank=world.rank, attention_length=backend.attention_length)
+    length = backend.attention_length
+    hello = place.make_hello("trainer", capacity=CREDITS, rank=world.rank, model=model, attention_length=length)
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as connected:
         link = connected
         with (

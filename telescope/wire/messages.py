@@ -18,6 +18,7 @@ from telescope.records import (
     EnvironmentCard,
     FailureKind,
     FinishReason,
+    ModelFacts,
     PromptRef,
     Role,
     RolloutOrder,
@@ -76,6 +77,8 @@ class Hello(Message):
     """Counts this incarnation's connections; set by the link. A hello of an earlier one that comes late is passed over."""
     direct_address: DirectAddress | None = None
     """Of a server where `wire.direct=true`."""
+    model: ModelFacts | None = None
+    """What it has read in the model's folder; None where it reads none."""
     attention_length: float = 0.0
     """Of a trainer: tokens of a sample whose attention costs as much as all the rest of its model. 0: not told."""
 

@@ -8,6 +8,7 @@ fails is raised, a tear-down that fails is logged.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import inspect
 import json
@@ -61,15 +62,19 @@ def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
     return {label: _load(config, label) for label in config.environments}
 
 
+def find_obstacle(config: RunConfig, label: str) -> str:
+    """Why a worker could not load the entry, as far as its environment can tell quickly (`Environment.check_data`); else ""."""
+    try:
+        with _broken_by_name(config, label):
+            config.environment(label).check_data()
+    except EnvironmentBroken as error:
+        return str(error)
+    return ""
+
+
 def _load(config: RunConfig, label: str) -> LoadedEnvironment:
     entry = config.environments[label]
-    place = f"environments.{label} (environment '{entry.name}')"
-    try:
-        kind = plugins.load(plugins.ENVIRONMENTS, entry.name, config.plugin_path)
-    except plugins.PluginError as error:  # a whole sentence with the file in it
-        raise EnvironmentBroken(f"environments.{label}: {error}") from error
-    place = f"{place} in {inspect.getfile(kind)}"
-    try:
+    with _broken_by_name(config, label) as kind:
         environment = config.environment(label)
         _refuse(find_ranges_mistake(environment.metrics_ranges))
         prompts = {split: _load_prompts(environment, split) for split in environment.splits}
@@ -80,6 +85,20 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
         secrets = secret_values(os.environ, referring)
         card = make_card(label, environment, prompts, entry.kwargs)
         return LoadedEnvironment(label, environment, prompts, card, secrets, entry.set_up_timeout_s, entry.tear_down_timeout_s)
+
+
+@contextlib.contextmanager
+def _broken_by_name(config: RunConfig, label: str) -> Iterator[type[Environment]]:
+    """The entry's class; whatever the user's code raises within comes out as `EnvironmentBroken`."""
+    entry = config.environments[label]
+    place = f"environments.{label} (environment '{entry.name}')"
+    try:
+        kind = plugins.load(plugins.ENVIRONMENTS, entry.name, config.plugin_path)
+    except plugins.PluginError as error:  # a whole sentence with the file in it
+        raise EnvironmentBroken(f"environments.{label}: {error}") from error
+    place = f"{place} in {inspect.getfile(kind)}"
+    try:
+        yield kind
     except ValidationError as error:
         first = error.errors()[0]
         setting = ".".join(map(str, first["loc"]))

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from telescope.config.model_facts import read_model_facts
 from telescope.config.models import ModelNotFound, model_folder
 from telescope.config.plugins import PluginError
 from telescope.config.secrets import SecretMissing
@@ -45,7 +46,9 @@ def run_worker(context: ProcessContext, signals: ProcessSignals) -> int:
     """Load, say hello, play, say goodbye."""
     config = context.config
     limits = PlayLimits.from_config(config)
-    template = load_template(config.model, model_folder(config.model.name))
+    folder = model_folder(config.model.name)
+    model = read_model_facts(config.model.name, folder, weights=False)
+    template = load_template(config.model, folder)
     deadline_s = config.cluster.placement_timeout_s / 2
     environments = {
         label: leave_out_too_long(loaded, template, limits.max_prompt_tokens, deadline_s)
@@ -55,6 +58,7 @@ def run_worker(context: ProcessContext, signals: ProcessSignals) -> int:
         "worker",
         capacity=config.cluster.rollouts_per_env_worker,
         environments=tuple(loaded.card for loaded in environments.values()),
+        model=model,
     )
     freeze_heap()
     with Link.connect(context.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:

@@ -16,7 +16,7 @@ import numpy as np
 
 from telescope.config.run import RunConfig
 from telescope.environments.base import Environment, Prompt, Reward
-from telescope.environments.chat import Recording, Sampled, TokenChat
+from telescope.environments.chat import PromptTooLong, Recording, Sampled, TokenChat
 from telescope.environments.failures import GraderError, PolicyError
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.tools.redact import declare_secrets
@@ -138,6 +138,8 @@ def _find_cause(label: str, error: BaseException, chat: TokenChat) -> str:
 
 
 def _find_kind(error: BaseException, chat: TokenChat) -> FailureKind:
+    if chat.failure is None and isinstance(error, PromptTooLong):
+        return "prompt"
     return "grader" if chat.failure is None and isinstance(error, GraderError) else "infrastructure"
 
 

@@ -31,6 +31,8 @@ WORD_BYTES = 12
 """Of words and the space behind each, on average at most, in what is taken for plain text."""
 RATED_BYTES, RATED = 400, 32
 """A prompt of so many bytes tells the tokens of a byte, where so many prompts of the sample do."""
+FRAMED = 4
+"""Prompts of the sample that tell the tokens of tools: their schemas are the same for all."""
 LOOKED_AT = 16
 """Characters for each token of `longest`: what follows them decides nothing where these are too many tokens already."""
 
@@ -51,7 +53,8 @@ class _Measure:
 
 
 def leave_out_too_long(loaded: LoadedEnvironment, template: ChatTemplate, longest: int, deadline_s: float) -> LoadedEnvironment:
-    """The environment without the train prompts of more than `longest` tokens; its card says how many there were.
+    """The environment without the train prompts of more than `longest` tokens, the schemas of its tools included; its card
+    says how many there were.
 
     Only what is near the limit is tokenised. What is far below it by its bytes, or as plain text by twice the most tokens of a
     byte in a sample, stays; what is far above it is left out by its words. Of a split that is made by a formula (`LazyPrompts`)
@@ -59,9 +62,17 @@ def leave_out_too_long(loaded: LoadedEnvironment, template: ChatTemplate, longes
     is never sent: it fails its rollout. The outcome follows from prompts and tokenizer alone, never from the time it takes.
     Raises `EnvironmentBroken` where no prompt fits, one is rendered to nothing, or `deadline_s` has passed.
     """
-    measure = _Measure(loaded.label, template, longest, deadline_s, time.monotonic() + deadline_s)
     prompts = loaded.prompts[SPLIT]
     sample = list(sample_prompts(prompts))
+    told = _count_beside(loaded, template, sample[:FRAMED])
+    longest -= told
+    if longest <= 0:
+        raise EnvironmentBroken(
+            f"environments.{loaded.label}: the schemas of its tools alone have {told} tokens, and inference.max_model_len - "
+            f"rollout.max_tokens leaves a prompt {longest + told}: raise inference.max_model_len, lower rollout.max_tokens or "
+            "offer fewer tools"
+        )
+    measure = _Measure(loaded.label, template, longest, deadline_s, time.monotonic() + deadline_s)
     lengths = _measure_sample(measure, sample)
     if isinstance(prompts, LazyPrompts) and len(prompts) > SAMPLE and 2 * max(lengths) <= longest:
         return loaded
@@ -70,10 +81,30 @@ def leave_out_too_long(loaded: LoadedEnvironment, template: ChatTemplate, longes
     if too_long == len(prompts):
         raise EnvironmentBroken(
             f"environments.{loaded.label}: each of its {too_long} train prompts is longer than the {longest} tokens that "
-            f"inference.max_model_len - rollout.max_tokens leaves (shortest: {_find_shortest(measure, sample)}): raise "
-            "inference.max_model_len or lower rollout.max_tokens"
+            f"inference.max_model_len - rollout.max_tokens leaves{_say_beside(told)} "
+            f"(shortest: {_find_shortest(measure, sample)}): raise inference.max_model_len or lower rollout.max_tokens"
         )
     return _leave_out(loaded, np.flatnonzero(fits)) if too_long else loaded
+
+
+def _count_beside(loaded: LoadedEnvironment, template: ChatTemplate, prompts: Sequence[Prompt]) -> int:
+    """Tokens that the environment puts into its first request beside a prompt's own turns: the schemas of its tools."""
+    try:
+        asked = [(prompt.turns, loaded.environment.first_request(prompt, template)) for prompt in prompts]
+        pairs = [
+            (len(template.render(turns, tools).ids), len(template.render(own).ids))
+            for own, (turns, tools) in asked
+            if tools or turns is not own
+        ]
+    except Exception as error:
+        raise EnvironmentBroken(
+            f"environments.{loaded.label}: its prompts can't be rendered for the model: {describe(error)}"
+        ) from error
+    return max((whole - own for whole, own in pairs), default=0)
+
+
+def _say_beside(told: int) -> str:
+    return f" beside the {told} tokens of its tools' schemas" if told > 0 else ""
 
 
 def _leave_out(loaded: LoadedEnvironment, places: np.ndarray) -> LoadedEnvironment:

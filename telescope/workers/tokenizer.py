@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from telescope.config.model_facts import describe_no_template
 from telescope.config.models import end_ids
 from telescope.config.sections import ModelSettings
 from telescope.environments.template import ChatTemplate
@@ -39,9 +40,7 @@ def load_template(model: ModelSettings, folder: Path) -> ChatTemplate:
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):  # transformers makes an empty one where there are no files
         raise TokenizerError(f"model.name={model.name}: {folder} has no tokenizer files (tokenizer.json or the like)")
     if model.chat_template is None and not tokenizer.chat_template:
-        raise TokenizerError(
-            f"model.name={model.name} has no chat template (a base model?): give one as model.chat_template, in Jinja"
-        )
+        raise TokenizerError(describe_no_template(model.name))
     if tokenizer.eos_token_id is None:
         raise TokenizerError(f"model.name={model.name}: its tokenizer names no end-of-sequence token")
     template = ChatTemplate(

@@ -16,6 +16,7 @@ from telescope.algorithms.rloo import RLOO
 from telescope.algorithms.sapo import SAPO
 
 MASK = {"name": "sequence_mask"}
+SAMPLER = {"ppo_clip_ref_logprobs": "rollout"}
 ALL = [GRPO, RLOO, ReinforcePP, DrGRPO, CISPO, GSPO, SAPO]
 
 
@@ -51,10 +52,10 @@ def test_the_defaults_are_those_of_the_design():
         (GSPO, {"use_tis": True, "ppo_clip_ref_logprobs": "batch"}, "use_tis=true is not possible with GSPO"),
         (GSPO, {"corrections": [{"name": "icepop"}]}, "icepop is not possible with GSPO"),
         (GSPO, {"corrections": [{"name": "tis"}]}, "tis is not possible with GSPO"),
-        (GRPO, {"use_tis": True, "use_ppo_clip": True}, "would correct twice: set ppo_clip_ref_logprobs=batch"),
-        (CISPO, {"use_tis": True}, "would correct twice: set ppo_clip_ref_logprobs=batch"),
-        (SAPO, {"use_tis": True}, "would correct twice: set ppo_clip_ref_logprobs=batch"),
-        (SAPO, {"corrections": [{"name": "icepop"}]}, "would correct twice: set .*, or leave icepop out"),
+        (GRPO, {"use_tis": True, "use_ppo_clip": True, **SAMPLER}, "would correct twice: set ppo_clip_ref_logprobs=batch"),
+        (CISPO, {"use_tis": True, **SAMPLER}, "would correct twice: set ppo_clip_ref_logprobs=batch"),
+        (SAPO, {"use_tis": True, **SAMPLER}, "would correct twice: set ppo_clip_ref_logprobs=batch"),
+        (SAPO, {"corrections": [{"name": "icepop"}], **SAMPLER}, "would correct twice: set .*, or leave icepop out"),
         (GRPO, {"use_tis": True, "corrections": [{"name": "icepop"}]}, "use_tis=true and icepop both weight tokens"),
         (GRPO, {"use_tis": True, "corrections": [{"name": "tis"}]}, "use_tis=true and tis both weight tokens"),
         (GRPO, {"corrections": [{"name": "icepop", "low": 5.0}]}, r"corrections\[0\] \(icepop.*low=5.0 must be below high=5.0"),
@@ -88,6 +89,7 @@ def test_impossible_combinations_are_refused_with_the_remedy(kind, given, words)
     [
         (GRPO, {"use_tis": True, "use_ppo_clip": True, "ppo_clip_ref_logprobs": "batch"}),
         (GRPO, {"use_tis": True}),
+        (GRPO, {"use_ppo_clip": True, **SAMPLER}),
         (CISPO, {"use_tis": True, "ppo_clip_ref_logprobs": "batch"}),
         (SAPO, {"use_tis": True, "ppo_clip_ref_logprobs": "batch"}),
         (GRPO, {"use_ppo_clip": True, "dual_clip_c": 3.0}),
@@ -99,6 +101,30 @@ def test_impossible_combinations_are_refused_with_the_remedy(kind, given, words)
 )
 def test_possible_combinations_pass(kind, given):
     kind(**given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "reference", "told"),
+    [
+        (GRPO, {"use_tis": True, "use_ppo_clip": True}, "batch", "use_tis=true"),
+        (RLOO, {"use_tis": True, "use_ppo_clip": True}, "batch", "use_tis=true"),
+        (DrGRPO, {"corrections": [{"name": "icepop"}], "use_ppo_clip": True}, "batch", "icepop"),
+        (CISPO, {"use_tis": True}, "batch", "use_tis=true"),
+        (GRPO, {"use_tis": True, "use_ppo_clip": True, "ppo_clip_ref_logprobs": "batch"}, "batch", ""),
+        (GRPO, {"use_ppo_clip": True}, "rollout", ""),
+        (GRPO, {"use_ppo_clip": True, "corrections": [MASK]}, "rollout", ""),
+        (GRPO, {"use_tis": True}, "rollout", ""),
+        (CISPO, {}, "rollout", ""),
+    ],
+)
+def test_the_reference_of_the_ratio_follows_the_weights_unless_it_is_set_and_that_is_said(kind, given, reference, told):
+    algorithm = kind(**given)
+    assert algorithm.ratio_reference == reference
+    said = [each for each in algorithm.warnings(asynchronous=True, updates=2) if "ppo_clip_ref_logprobs=batch" in each]
+    assert [f"{told} corrects for the sampler" in each for each in said] == [True] * bool(told)
+    if told:
+        (idle,) = algorithm.warnings(asynchronous=True, updates=1)
+        assert "with one update a step that ratio is always 1" in idle
 
 
 @pytest.mark.parametrize("kind", [GRPO, RLOO, ReinforcePP, DrGRPO])

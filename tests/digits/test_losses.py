@@ -209,6 +209,14 @@ def test_without_old_log_probs_the_current_ones_stand_for_them():
     assert current.grad.tolist() == pytest.approx([-2.0 / 2, -0.5 / 2])
 
 
+def test_with_tis_the_clip_takes_the_log_probs_before_the_step_by_itself():
+    chosen = GRPO(use_ppo_clip=True, use_tis=True, tis_cap=10.0)
+    given = GRPO(use_ppo_clip=True, use_tis=True, tis_cap=10.0, ppo_clip_ref_logprobs="batch")
+    case = {"ratios": [1.2, 3.0], "advantages": [1.0, 1.0], "gaps": [0.5, -0.5]}
+    assert lossof(chosen, **case) == lossof(given, **case)
+    assert lossof(chosen, **case)[1] != lossof(GRPO(use_ppo_clip=True), **case)[1]
+
+
 def test_with_reference_batch_and_one_update_the_ratio_is_one():
     row_ratio = GRPO(use_ppo_clip=True, ppo_clip_ref_logprobs="batch", clip_low=0.0, clip_high=0.0)
     assert lossof(row_ratio, [1.0, 1.0], [1.0, -1.0], gaps=[5.0, -5.0])[1] == pytest.approx([-0.5, 0.5])

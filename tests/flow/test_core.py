@@ -595,17 +595,18 @@ def test_an_id_used_twice_by_a_rollout_is_refused():
 # ---- whose failure it is
 
 
-def test_a_graders_failure_costs_its_sample_and_no_second_try():
+@pytest.mark.parametrize("kind", ["grader", "prompt"])
+def test_a_graders_or_a_prompts_failure_costs_its_sample_and_no_second_try(kind):
     desk = Desk(group_size=4, max_attempts=3)
     desk.open()
     for rollout_id in (0, 1):
-        answer = desk.tell(seen.RolloutFailed(rollout_id, 0, "KeyError: 'gold'", "grader"))
+        answer = desk.tell(seen.RolloutFailed(rollout_id, 0, "KeyError: 'gold'", kind))
         assert runs(answer) == []
     desk.done(2, 1.0)
     trained = desk.done(3, 0.0)
     assert do.TrainOnBatch(1, (0,), ((2, 3),), (), ()) in trained
     counts = desk.core.counts()
-    assert (counts.rollouts_retried, counts.failures) == (0, {"grader": 2})
+    assert (counts.rollouts_retried, counts.failures) == (0, {kind: 2})
     desk.step(1)
     assert desk.core.counts().rollouts_failed == 2
 

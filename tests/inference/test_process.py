@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,13 +21,13 @@ import pytest
 
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.fake import Fake
-from telescope.config.models import weight_files
+from telescope.config.model_facts import read_model_facts
+from telescope.config.models import EMBEDDED
 from telescope.config.run import RunConfig, config_hash, dump_run
 from telescope.config.sections import ClusterSettings, EnvironmentEntry, InferenceSettings, ModelSettings
 from telescope.records import Sampling
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.model_files import check_model_files
 from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 from telescope.wire.hub import Hub
 from telescope.wire.messages import (
@@ -42,7 +41,6 @@ from telescope.wire.messages import (
 )
 from telescope.wire.peer_events import Delivery, Happening, PeerJoined, PeerLeft, PeerLost
 from telescope.wire.security import make_keys
-from tests.inference.models import make_model
 
 PATIENCE_S = 120.0
 """This machine may be busy: imports alone then take half a minute."""
@@ -124,6 +122,7 @@ async def test_it_says_hello_serves_and_ends_on_stop(tmp_path: Path):
     async with bench(tmp_path) as here:
         hello = (await here.joined()).hello
         assert (hello.role, hello.name, hello.version, hello.capacity) == ("server", "server-0", 0, 32 * 8)
+        assert hello.model == read_model_facts("tiny", EMBEDDED / "tiny", weights=False)  # a fake engine loads none
         answer = await here.ask(generate(), PROMPT)
         assert isinstance(answer.body, Completion)
         assert {len(array) for array in answer.arrays} == {answer.body.tokens}
@@ -248,17 +247,3 @@ async def test_a_killed_server_takes_its_engine_along(tmp_path: Path):
         assert engines
         here.process.kill()
         assert gone(engines, PATIENCE_S)
-
-
-async def test_a_server_that_is_started_again_on_other_weights_of_its_model_is_refused_by_their_name(tmp_path: Path):
-    """With adapters, whose base no update replaces, it would sample from another model."""
-    folder = make_model(tmp_path / "model", 1)
-    earlier = RunDirectory.create(tmp_path / "earlier")
-    check_model_files(earlier, "server-0", str(folder), folder, weight_files(str(folder), folder))
-    shutil.copyfile(make_model(tmp_path / "other", 2) / "model.safetensors", folder / "model.safetensors")
-    served = InferenceSettings(engine="vllm", http=False, max_model_len=64)
-    async with bench(tmp_path, inference=served, model=ModelSettings(name=str(folder))) as here:
-        shutil.copyfile(earlier.model_json, here.directory.model_json)
-        code, _ = await here.ended()
-    assert code == 1
-    assert f"model.name={folder}: model.safetensors in {folder} are not as server-0 read them when" in here.failure()

@@ -20,15 +20,14 @@ from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import BackendSettings, TrainShard
 from telescope.backends.fake import Fake
 from telescope.backends.fsdp import FSDP
-from telescope.config.models import model_folder, weight_files
+from telescope.config.model_facts import read_model_facts
+from telescope.config.models import EMBEDDED
 from telescope.config.run import RunConfig, config_hash, dump_run
-from telescope.config.sections import ClusterSettings, EnvironmentEntry, LoraSettings, ModelSettings, TrainerSettings
+from telescope.config.sections import ClusterSettings, EnvironmentEntry, ModelSettings, TrainerSettings
 from telescope.runlog.checkpoints import Resume, trainer_part, write_resume
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.model_files import ModelFilesChanged, check_model_files
 from telescope.runlog.reader import rows
-from telescope.trainer.main import live
 from telescope.weights.transports.shared_memory import SharedMemoryReader, default_folder, run_prefix
 from telescope.wire.hub import Hub
 from telescope.wire.messages import (
@@ -43,7 +42,6 @@ from telescope.wire.messages import (
     WeightsPublished,
 )
 from telescope.wire.peer_events import Delivery, PeerJoined, PeerLeft, PeerLost
-from telescope.wire.process import ProcessContext, ProcessSignals
 from telescope.wire.security import make_keys
 from tests.backends.shards import make_shard
 
@@ -274,6 +272,13 @@ async def test_a_missing_model_is_a_sentence_before_any_hello(tmp_path):
         assert here.failure() == last
 
 
+async def test_a_rank_tells_what_it_has_read_of_its_model(tmp_path):
+    async with bench(tmp_path, FSDP(), model=ModelSettings(name="tiny")) as here:
+        joined = await here.next()
+    assert isinstance(joined, PeerJoined), joined
+    assert joined.hello.model == read_model_facts("tiny", EMBEDDED / "tiny", weights=True)
+
+
 async def test_ranks_that_disagree_with_the_configuration_are_refused(tmp_path):
     async with bench(tmp_path, Fake()) as here:
         environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2"}
@@ -289,21 +294,3 @@ def test_messages_of_the_trainer_travel_as_they_are():
 
     body = StepReport(3, {"loss": 0.5, "grad_norm": float("inf")}, {"timing_step_active": 0.25})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(Envelope(body)), type=Envelope).body == body
-
-
-def test_a_rank_that_would_train_adapters_of_another_base_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Servers on another host began with other files of this name."""
-    for name in ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    config = RunConfig(
-        environments={"countdown": EnvironmentEntry(name="countdown")},
-        algorithm=GRPO(),
-        backend=FSDP(),
-        model=ModelSettings(name="tiny", lora=LoraSettings()),
-        cluster=ClusterSettings(trainer_num_workers=1, device="cpu"),
-    )
-    directory, folder = RunDirectory.create(tmp_path / "run"), model_folder("tiny")
-    identity = new_identity("trainer-test", datetime.now(UTC), config_hash(config))
-    check_model_files(directory, "server-0", "tiny", model_folder("tiny_turns"), weight_files("tiny", folder))
-    with pytest.raises(ModelFilesChanged, match=r"model\.name=tiny: config\.json in .* as server-0 read them"):
-        live(ProcessContext(directory, "trainer-0", config, identity), ProcessSignals())

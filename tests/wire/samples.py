@@ -9,6 +9,7 @@ import numpy as np
 from telescope.records import (
     Denominators,
     EnvironmentCard,
+    ModelFacts,
     PromptRef,
     RolloutOrder,
     Sampling,
@@ -82,9 +83,10 @@ MANIFEST = WeightManifest(
 DIRECT = m.DirectAddress("tcp://10.0.0.7:41874", "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID")
 GROUP = WeightGroup(2, ("trainer-0", "server-0/0", "server-1/0"))
 CARD = EnvironmentCard("countdown", {"train": 1000, "eval": 10}, "d1ce")
+MODEL = ModelFacts("tiny", "/models/tiny", {"end tokens": "1", "model.safetensors": "936,320 bytes, digest 00c0ffee"})
 
 SAMPLES = (
-    Sample(hello(environments=(CARD,), connection=2, direct_address=DIRECT)),
+    Sample(hello(environments=(CARD,), connection=2, direct_address=DIRECT, model=MODEL)),
     Sample(m.Welcome(3.0, 15.0, 2)),
     Sample(m.Reject("worker-0 belongs to run 'x', this is the hub of run 'y'")),
     Sample(m.Heartbeat(17, "train step 12")),

@@ -39,8 +39,9 @@ class PolicyLoss(Algorithm):
     """What rewards minus their group's mean are divided by: the standard deviation of the group, of the batch, or nothing."""
     use_ppo_clip: bool = False
     """PPO's clipped surrogate. Only where the algorithm brings no ratio of its own."""
-    ppo_clip_ref_logprobs: Literal["rollout", "batch"] = "rollout"
-    """Reference of the ratio: the sampler's log-probs, or the trainer's own before the step's first update."""
+    ppo_clip_ref_logprobs: Literal["rollout", "batch"] | None = None
+    """Reference of the ratio: the sampler's log-probs, or the trainer's own before the step's first update; null: rollout, or
+    batch where a weight (use_tis, tis, icepop) corrects for the sampler already."""
     use_tis: bool = False
     """Weight each token by min(exp(clamp(old - rollout)), tis_cap), frozen over the updates of a step."""
     tis_cap: float = Field(default=2.0, gt=0)
@@ -76,8 +77,27 @@ class PolicyLoss(Algorithm):
         return (*tis, *self.corrections)
 
     @property
+    def _named_corrections(self) -> tuple[tuple[str, Correction], ...]:
+        """Each with the words that ask for it."""
+        listed = (correction.name for correction in self.corrections)
+        return tuple(zip(("use_tis=true", *listed) if self.use_tis else listed, self.all_corrections, strict=True))
+
+    @property
     def needs_old(self) -> bool:
-        return bool(self.all_corrections) or self.ppo_clip_ref_logprobs == "batch"
+        return bool(self.all_corrections) or self.ratio_reference == "batch"
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the loss is made of the ratio."""
+        return self.own_ratio or self.use_ppo_clip
+
+    @property
+    def ratio_reference(self) -> Literal["rollout", "batch"]:
+        """`ppo_clip_ref_logprobs`, or what stands for its null."""
+        if self.ppo_clip_ref_logprobs is not None:
+            return self.ppo_clip_ref_logprobs
+        weighted = any(correction.reweights for correction in self.all_corrections)
+        return "batch" if weighted and self.has_ratio else "rollout"
 
     @property
     def needs_reference(self) -> bool:
@@ -121,7 +141,7 @@ class PolicyLoss(Algorithm):
 
     def reference(self, row: PackedRow) -> Tensor:
         """[T] log-probs that the ratio divides by, without gradient."""
-        return (row.rollout if self.ppo_clip_ref_logprobs == "rollout" else row.before).detach()
+        return (row.rollout if self.ratio_reference == "rollout" else row.before).detach()
 
     def corrected(self, losses: Tensor, row: PackedRow) -> tuple[Tensor, dict[str, Tensor]]:
         """Losses [T] times the weights of all corrections, and what is measured of these."""
@@ -155,16 +175,25 @@ class PolicyLoss(Algorithm):
         return losses, sums
 
     def warnings(self, *, asynchronous: bool, updates: int = 1) -> list[str]:
-        """No correction of asynchronous data, one that is always 1, or a penalty that pulls nowhere."""
+        """No correction of asynchronous data, one that is always 1, a penalty that pulls nowhere, or a reference that was
+        chosen for the user."""
         name, weight = type(self).__name__, bool(self.all_corrections)
-        ratio = self.own_ratio or self.use_ppo_clip
+        ratio, chosen = self.has_ratio, self.ppo_clip_ref_logprobs is None
         found = [
             f"{name}: {which}_estimator=k1 has a gradient of mean 0, so {which}_coef={getattr(self, which + '_coef')} adds "
             "noise and pulls nowhere: use k2 or k3"
             for which in ("kl_rollout", "kl_ref")
             if getattr(self, which + "_coef") > 0 and getattr(self, which + "_estimator") == "k1"
         ]
-        if ratio and self.ppo_clip_ref_logprobs == "batch" and updates == 1 and not weight:
+        if chosen and self.ratio_reference == "batch":
+            weights = " and ".join(named for named, correction in self._named_corrections if correction.reweights)
+            idle = "; with one update a step that ratio is always 1, and the clip binds nothing" if updates == 1 else ""
+            found.append(
+                f"{name}: {weights} corrects for the sampler, so the ratio compares with the trainer's own log-probs before "
+                f"the step (algorithm.ppo_clip_ref_logprobs=batch){idle}. For a ratio to the sampler instead, "
+                f"{_without(weights)}"
+            )
+        if ratio and self.ratio_reference == "batch" and updates == 1 and not weight:
             found.append(
                 f"{name}: with ppo_clip_ref_logprobs=batch and one update a step the ratio is always 1, so clipping corrects "
                 "nothing: set ppo_clip_ref_logprobs=rollout" + (", or use_tis=true" if self.weighted else "")
@@ -201,26 +230,23 @@ class PolicyLoss(Algorithm):
 
     @model_validator(mode="after")
     def _corrections_go_together(self) -> Self:
-        listed = [correction.name for correction in self.corrections]
-        names = ["use_tis=true", *listed] if self.use_tis else listed
+        listed, named = [correction.name for correction in self.corrections], self._named_corrections
         twice = sorted({name for name in listed if listed.count(name) > 1})
         if twice:
             raise ValueError(f"corrections names {twice[0]} more than once: keep one entry of it")
-        weights = [name for name, correction in zip(names, self.all_corrections, strict=True) if correction.reweights]
+        weights = [name for name, correction in named if correction.reweights]
         if len(weights) > 1:
             raise ValueError(f"{' and '.join(weights)} both weight tokens by trainer over sampler: keep one of them")
-        by_token = [
-            name for name, correction in zip(names, self.all_corrections, strict=True) if not correction.whole_sequences
-        ]
+        by_token = [name for name, correction in named if not correction.whole_sequences]
         if by_token and not self.weighted:
             raise ValueError(
                 f"{by_token[0]} is not possible with {type(self).__name__}, whose loss is one a sequence, not one a token: "
                 "leave it out, its ratio to the sampler (ppo_clip_ref_logprobs=rollout) is the correction"
             )
-        if weights and (self.own_ratio or self.use_ppo_clip) and self.ppo_clip_ref_logprobs == "rollout":
+        if weights and self.has_ratio and self.ratio_reference == "rollout":
             raise ValueError(
-                f"{weights[0]} with a ratio to the sampler would correct twice: set ppo_clip_ref_logprobs=batch, "
-                f"or leave {weights[0].removesuffix('=true')} out"
+                f"{weights[0]} with a ratio to the sampler (ppo_clip_ref_logprobs=rollout) would correct twice: set "
+                f"ppo_clip_ref_logprobs=batch, or null, or {_without(weights[0])}"
             )
         return self
 
@@ -261,6 +287,10 @@ class PolicyGradient(PolicyLoss):
                 "before the clip does; 3 is usual"
             )
         return self
+
+
+def _without(weight: str) -> str:
+    return "set use_tis=false" if weight == "use_tis=true" else f"leave {weight} out"
 
 
 def clip_sums(below: Tensor, above: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -43,6 +43,7 @@ from telescope.config.run import RunConfig
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
 from telescope.environments.chat import Sampled
+from telescope.environments.graders.pool import open_graders
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.wire.process import leave
@@ -157,6 +158,8 @@ async def _check(
         metrics_ranges=loaded.environment.metrics_ranges,
         same_prompts=same,
         unwritable=sorted(policy.unwritable) if isinstance(policy, Scripted) else (),
+        oddities=template.find_oddities(),
+        right=policy.find if isinstance(policy, GoldenAnswers) else None,
     )
     return write_report(stated, played, template)
 
@@ -168,13 +171,13 @@ def _make_policy(
         return load_model(model_folder(config.model.name), tuple(template.end_texts))
     if asked.answers:
         return Scripted(template, read_script(asked.answers))
-    return GoldenAnswers(template, loaded.prompts)
+    return GoldenAnswers(template, loaded.environment, loaded.prompts)
 
 
 async def _play_all(
     loaded: LoadedEnvironment, template: ChatTemplate, limits: PlayLimits, policy: CheckPolicy, prompts: int, samples: int
 ) -> list[Played]:
-    """All rollouts side by side, between the environment's own beginning and end."""
+    """All rollouts side by side, between the environment's own beginning and end; twice where grader processes had to start."""
     openings = PromptCache(template)
     orders = [
         RolloutOrder(
@@ -183,12 +186,18 @@ async def _play_all(
         for index in range(prompts)
         for sample in range(samples)
     ]
-    await set_up(loaded)
-    try:
+
+    async def play_them() -> list[Played]:
         return list(await asyncio.gather(*(_play_one(order, loaded, openings, limits, policy) for order in orders)))
-    finally:
-        openings.close()
-        await tear_down(loaded)
+
+    async with open_graders() as graders:  # one for all, as in a worker
+        await set_up(loaded)
+        try:
+            played = await play_them()
+            return await play_them() if graders.started else played  # where their start was a part of the times
+        finally:
+            openings.close()
+            await tear_down(loaded)
 
 
 async def _play_one(

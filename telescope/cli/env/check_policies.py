@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from telescope.environments.base import Prompt
+from telescope.environments.base import Environment, Prompt
 from telescope.environments.chat import Sampled
+from telescope.environments.parsers import find_opened
 from telescope.environments.template import ChatTemplate
-from telescope.records import RolloutOrder, Sampling
+from telescope.records import PromptRef, RolloutOrder, Sampling
 
 
 class ScriptBroken(ValueError):
@@ -54,14 +55,20 @@ class Scripted:
 
 
 class GoldenAnswers(Scripted):
-    """Says each prompt's right answer, at each turn."""
+    """Says each prompt's right answer in the form that the task wants, at each turn, behind the end of a thought that the
+    prompt has opened."""
 
-    def __init__(self, template: ChatTemplate, prompts: Mapping[str, Sequence[Prompt]]) -> None:
+    def __init__(self, template: ChatTemplate, environment: Environment, prompts: Mapping[str, Sequence[Prompt]]) -> None:
         super().__init__(template, ())
-        self._prompts = prompts
+        self._environment, self._prompts = environment, prompts
 
-    def _texts(self, order: RolloutOrder) -> Sequence[str]:
-        return (self._prompts[order.prompt.split][order.prompt.index].answer,)
+    async def answer(self, order: RolloutOrder, turn: int, ids: np.ndarray, sampling: Sampling) -> Sampled:
+        opened = find_opened(self._template.decode(ids.tolist()))
+        return self.write((f"</{opened}>" if opened else "") + self.find(order.prompt), sampling)
+
+    def find(self, prompt: PromptRef) -> str:
+        """The right answer of a prompt; "" where none can be said."""
+        return self._environment.right_answer(self._prompts[prompt.split][prompt.index])
 
 
 def read_script(path: Path) -> list[list[str]]:

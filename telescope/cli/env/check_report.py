@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from telescope.environments.template import ChatTemplate
-from telescope.records import RolloutOrder
+from telescope.records import PromptRef, RolloutOrder
 from telescope.wire.messages import RolloutError, RolloutResult
 
 SHOWN_CHARACTERS = 600
@@ -41,6 +41,10 @@ class Stated:
     same_prompts: bool | None
     """Whether another process makes the same prompts; None: not compared."""
     unwritable: Sequence[str] = field(default=())
+    oddities: Sequence[str] = field(default=())
+    """Of the chat template."""
+    right: Callable[[PromptRef], str] | None = None
+    """The right answers, where these were said."""
 
 
 def write_report(stated: Stated, played: Sequence[Played], template: ChatTemplate) -> tuple[list[str], bool]:
@@ -146,11 +150,27 @@ def _list_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
         )
     for text in list(stated.unwritable)[:3]:
         yield f"the tokenizer can't write the answer {_shorten(repr(text), 60)}: name the model to be trained (model.name=)"
+    yield from stated.oddities
+    yield from _find_wrong_answers(stated, done)
     yield from _find_reward_warnings(stated, done)
     yield from _find_metric_warnings(stated, done)
     cut = sum(each.body.finish_reason == "length" for each in done if isinstance(each.body, RolloutResult))
     if cut:
         yield f"{cut} of {len(done)} last answers were cut off at rollout.max_tokens"
+
+
+def _find_wrong_answers(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
+    """Right answers that do not earn the whole reward."""
+    if stated.right is None or stated.reward_range is None:
+        return
+    scored = [(each.order.prompt, each.body.reward) for each in done if isinstance(each.body, RolloutResult)]
+    wrong = {prompt.index: reward for prompt, reward in scored if reward < stated.reward_range[1] and stated.right(prompt)}
+    if wrong:
+        index, reward = next(iter(wrong.items()))
+        yield (
+            f"the right answers of {len(wrong)} prompts do not earn the {stated.reward_range[1]:g} that is stated, e.g. prompt "
+            f"{index} earns {reward:g}: is that the form in which the reward wants them (`right_answer` says it)?"
+        )
 
 
 def _find_reward_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:

@@ -58,15 +58,20 @@ class ReasoningGym(SingleTurn):
             raise ValueError(f"task={task!r} can't be trained on: {REFUSED[task]}")
         return task
 
+    def check_data(self) -> None:
+        """Problems are made, not read; the package alone takes seconds to import, and `requires` has been looked at."""
+
     def prompts(self, split: str) -> Sequence[Prompt]:
         load_problems(self.task, self._config)  # refuses a wrong name or setting now rather than at the first rollout
         size = {"train": self.num_train, "eval": self.num_eval}[split]
         start = self.seed if split == "train" else self.seed + self.num_train
         return LazyPrompts(size, lambda index: self._prompt(start + index))
 
+    def right_answer(self, prompt: Prompt) -> str:
+        return self._parser.wrap(prompt.answer) if prompt.answer else ""
+
     async def reward(self, prompt: Prompt, answer: str) -> Reward:
-        parser = Whole() if self.answer_tag is None else AnswerTags(self.answer_tag)
-        given = ThinkTags(parser).parse(answer)
+        given = ThinkTags(self._parser).parse(answer)
         total, tags = 0.0, tuple[str, ...]()
         if given is not None and len(given) <= MAX_ANSWER_CHARACTERS:
             try:
@@ -75,6 +80,10 @@ class ReasoningGym(SingleTurn):
                 tags = ("too_heavy",)
         metrics = {"exact": float(total >= 1), "has_answer": float(given is not None)}
         return Reward(total, metrics, golden_answers=(prompt.answer,), tags=tags, info={"parsed_answer": given})
+
+    @property
+    def _parser(self) -> Whole | AnswerTags:
+        return Whole() if self.answer_tag is None else AnswerTags(self.answer_tag)
 
     @cached_property
     def _config(self) -> str:

@@ -7,6 +7,7 @@ and Arrow streams are read. Refuses to know what a row means, and to run a data 
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,20 @@ class DatasetSource:
         if self.data_dir is None:
             return _read_hub(self, split, columns)
         return _read_folder(Path(self.data_dir).expanduser(), self.subsets, split, columns)
+
+    def check(self, *splits: str | None) -> None:
+        """Raise `NoRows` where the rows of these splits could not be read for want of a file or a package. Reads no rows and
+        asks no hub."""
+        if self.data_dir is None:
+            if importlib.util.find_spec("datasets") is None:
+                raise NoRows(
+                    f"dataset={self.dataset!r} comes from the Hugging Face hub by a package that is not installed: "
+                    "python -m pip install 'datasets>=4,<6', or set data_dir to a local copy"
+                )
+            return
+        for split in dict.fromkeys(filter(None, splits)):
+            for file in _list_files(Path(self.data_dir).expanduser(), self.subsets, split):
+                _check_readable(file)
 
 
 def hold_out(items: Sequence[T], count: int, draws: HashedRandom) -> tuple[list[T], list[T]]:
@@ -121,15 +136,28 @@ def _read_hub(source: DatasetSource, split: str, columns: Sequence[str]) -> list
 
 
 def _read_folder(place: Path, subsets: Sequence[str], split: str, columns: Sequence[str]) -> list[Row]:
+    rows: list[Row] = []
+    for file in _list_files(place, subsets, split):
+        rows += _read_file(file, columns)
+    return rows
+
+
+def _check_readable(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            opened.read(1)
+    except OSError as error:
+        raise NoRows(f"{file} can't be read: {_first_line(error)}") from error
+
+
+def _list_files(place: Path, subsets: Sequence[str], split: str) -> list[Path]:
+    """The files of a split of a local copy, in order. Raises `NoRows`."""
     if not place.exists():
         raise NoRows(f"data_dir={str(place)!r} is not there: give the folder or the file that holds the data set")
     files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if _is_data(path.relative_to(place)))
     if not files:
         raise NoRows(f"data_dir={str(place)!r} holds no file of {', '.join(_SUFFIXES)}")
-    rows: list[Row] = []
-    for file in _select_subsets(_select_split(files, place, split), files, place, subsets):
-        rows += _read_file(file, columns)
-    return rows
+    return _select_subsets(_select_split(files, place, split), files, place, subsets)
 
 
 def _is_data(relative: Path) -> bool:

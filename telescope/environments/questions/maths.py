@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from telescope.environments.base import Chat, Prompt, Reward, SingleTurn, Turn
+from telescope.environments.base import Chat, KnowsTemplate, Prompt, Reward, SingleTurn, ToolSchema, Turn
 from telescope.environments.graders.maths import (
     AnswerForm,
     Conventions,
@@ -27,6 +27,7 @@ from telescope.environments.graders.maths import (
 from telescope.environments.graders.pool import GraderOverrun, grade
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.lru import LruCache
+from telescope.environments.parsers import Boxed
 from telescope.environments.questions.dataset import DatasetSource, Instruction, Row, get_text, hold_out
 from telescope.environments.questions.rows import find_place
 from telescope.environments.tools.python_tool import PythonTool
@@ -100,9 +101,18 @@ class MathsQuestions(SingleTurn):
     async def play(self, prompt: Prompt, chat: Chat) -> Reward:
         return await (self._dialogue.play(prompt, chat) if self.tools else super().play(prompt, chat))
 
+    def right_answer(self, prompt: Prompt) -> str:
+        return Boxed().wrap(prompt.answer)  # which every `answer_form` reads
+
+    def first_request(self, prompt: Prompt, template: KnowsTemplate) -> tuple[Sequence[Turn], Sequence[ToolSchema]]:
+        return self._dialogue.first_request(prompt, template) if self.tools else super().first_request(prompt, template)
+
     @cached_property
     def _dialogue(self) -> PythonTool:
         return self.with_tools.with_score(self.reward)
+
+    def check_data(self) -> None:
+        self._source.check(self.train_split, self.eval_split)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         prompts = self._train_and_eval[split]
@@ -135,6 +145,10 @@ class MathsQuestions(SingleTurn):
             self._verdicts.put((wanted, given), known)
         return known
 
+    @property
+    def _source(self) -> DatasetSource:
+        return DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
+
     @cached_property
     def _conventions(self) -> Conventions:
         return Conventions(self.percent, self.number_tolerance)
@@ -154,9 +168,8 @@ class MathsQuestions(SingleTurn):
         return {"train": tuple(rest), "eval": tuple(held_out)}
 
     def _load_prompts(self, split: str) -> tuple[Prompt, ...]:
-        source = DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
         columns = [self.question_field.partition(".")[0], self.answer_field.partition(".")[0]]
-        rows = source.rows(split, columns)
+        rows = self._source.rows(split, columns)
         made = [self._prompt(row) for row in rows]
         left_out = [row for row, prompt in zip(rows, made, strict=True) if prompt is None]
         if left_out:

@@ -24,6 +24,7 @@ from telescope.environments.graders.code import (
     run_tests,
 )
 from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.parsers import CodeBlock
 from telescope.environments.questions.dataset import DatasetSource, Instruction, NoRows, Row, hold_out
 from telescope.environments.questions.rows import find_place, write_text
 from telescope.environments.sandboxes.base import SandboxError
@@ -108,8 +109,14 @@ class CodeGeneration(SingleTurn):
             await self._pool.close()
             self._pool = None
 
+    def check_data(self) -> None:
+        self._source.check(self.train_split, self.eval_split)
+
     def prompts(self, split: str) -> Sequence[Prompt]:
         return self._splits[split]
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return CodeBlock(("python",)).wrap(prompt.answer) if prompt.answer.strip() else ""
 
     async def reward(self, prompt: Prompt, answer: str) -> Reward:
         tests = self._read_tests(prompt.facts["tests"], prompt.facts["setup"], prompt.facts["entry_point"], check=False)
@@ -144,9 +151,13 @@ class CodeGeneration(SingleTurn):
         share = {"tests_passed": tests_passed} if self.score == "share" else {}
         return {"all_passed": all_passed, **share, "has_code": has_code}
 
+    @property
+    def _source(self) -> DatasetSource:
+        return DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
+
     @cached_property
     def _splits(self) -> dict[str, list[Prompt]]:
-        source = DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
+        source = self._source
         paths = (self.question_field, self.tests_field, self.setup_field, self.entry_point_field, self.prefix_field)
         columns = [path.partition(".")[0] for path in (*paths, self.solution_field) if path is not None]
         train = source.rows(self.train_split, columns)

@@ -84,6 +84,9 @@ class Countdown(SingleTurn):
     def prompts(self, split: str) -> Sequence[Prompt]:
         return LazyPrompts(self._size(split), lambda index: self._prompt(split, index))
 
+    def right_answer(self, prompt: Prompt) -> str:
+        return self._wrap_in_tag(prompt.answer)
+
     def reward(self, prompt: Prompt, answer: str) -> Reward:
         valid, all_used, exact = self._judge(self._find_expression(answer), prompt.facts["numbers"], prompt.facts["target"])
         total = 1.0 if exact else self.wrong_value_reward if all_used else 0.0

@@ -16,6 +16,7 @@ from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.graders.letters import LETTERS as LETTERS
 from telescope.environments.graders.letters import find_letter as find_letter
 from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.parsers import Boxed
 from telescope.environments.questions.dataset import DatasetSource, Row, get_text
 from telescope.environments.questions.rows import NoRows, find_place
 
@@ -55,9 +56,15 @@ class GpqaDiamond(SingleTurn):
                 raise ValueError(f"instruction={instruction!r} must contain {part}")
         return instruction
 
+    def check_data(self) -> None:
+        self._source.check("train")
+
     def prompts(self, split: str) -> Sequence[Prompt]:
         """The same for both splits, because there are no other questions."""
         return self._prompts
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return Boxed().wrap(prompt.answer)
 
     def reward(self, prompt: Prompt, answer: str) -> Reward:
         letter = find_letter(answer)
@@ -67,8 +74,12 @@ class GpqaDiamond(SingleTurn):
 
     @cached_property
     def _prompts(self) -> tuple[Prompt, ...]:
-        rows = DatasetSource(self.dataset, (self.subset,), self.revision, self.data_dir).rows("train", COLUMNS)
+        rows = self._source.rows("train", COLUMNS)
         return tuple(self._prompt(row, index) for index, row in enumerate(rows[: self.num_prompts]))
+
+    @property
+    def _source(self) -> DatasetSource:
+        return DatasetSource(self.dataset, (self.subset,), self.revision, self.data_dir)
 
     def _prompt(self, row: Row, index: int) -> Prompt:
         texts = {column: get_text(row, column).strip() for column in COLUMNS}

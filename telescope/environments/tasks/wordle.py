@@ -148,6 +148,9 @@ class Wordle(MultiTurn):
         }
         return Reward(won if state.found else lost, metrics, info={"guesses": list(state.guesses)})
 
+    def right_answer(self, prompt: Prompt) -> str:
+        return (Whole() if self.answer_tag is None else AnswerTags(self.answer_tag)).wrap(prompt.answer)
+
     def find_guess(self, answer: str) -> str | None:
         """The guess of an answer in small letters; None where there is none."""
         parser = Whole() if self.answer_tag is None else AnswerTags(self.answer_tag)

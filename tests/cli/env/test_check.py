@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from telescope.cli.env import main
+from telescope.environments.graders.pool import GraderProcess
 
 ODD = '''
 import os
@@ -193,3 +196,110 @@ def test_a_second_process_must_make_the_same_prompts(
 ) -> None:
     assert main([*odd, f"drawn={drawn}", "--samples", "1"]) == code
     assert f"prompts in another process: {said}" in capsys.readouterr().out
+
+
+TAGGED = """
+from telescope.environments.base import Prompt, Reward, SingleTurn
+from telescope.environments.graders.pool import grade
+
+def judge(answer, right):
+    return float(answer == f"<a>{right}</a>")
+
+class Tagged(SingleTurn):
+    reward_min = 0.0
+    reward_max = 1.0
+    splits = ("train",)
+
+    def prompts(self, split):
+        return [Prompt(({"role": "user", "content": "ab"[n % 2] * (n + 1)},), answer=str(n)) for n in range(4)]
+
+    async def reward(self, prompt, answer):
+        return Reward(await grade(judge, answer, prompt.answer))
+"""
+SAID = """
+    def right_answer(self, prompt):
+        return f"<a>{prompt.answer}</a>"
+"""
+
+
+@pytest.fixture
+def tagged(tmp_path: Path) -> list[str]:
+    home = tmp_path / "plugins" / "environments"
+    home.mkdir(parents=True)
+    (home / "tagged.py").write_text(TAGGED)
+    return ["check", "tagged", "--config-dir", str(tmp_path), "--no-second-process"]
+
+
+def rewards(said: str) -> list[str]:
+    _, _, table = said.partition("\nrollout  prompt   reward")
+    return [line.split()[2] for line in table.partition("\n\n")[0].splitlines()[1:]]
+
+
+def test_right_answers_that_the_reward_does_not_take_are_warned_of_and_their_form_can_be_said(
+    tagged: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(tagged) == 0
+    said = capsys.readouterr().out
+    assert rewards(said) == ["0"] * 8
+    assert "warning: the right answers of 4 prompts do not earn the 1 that is stated, e.g. prompt 0 earns 0" in said
+    (Path(tagged[3]) / "plugins/environments/saying.py").write_text(TAGGED.replace("Tagged", "Saying") + SAID)
+    assert main(["check", "saying", *tagged[2:]]) == 0
+    said = capsys.readouterr().out
+    assert rewards(said) == ["1"] * 8
+    assert "do not earn" not in said
+
+
+def test_grader_processes_are_kept_between_rollouts_and_their_start_is_no_time_of_the_environment(
+    tagged: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts: list[float] = []
+    really = GraderProcess.start
+
+    async def start(memory_mb: int) -> GraderProcess:
+        starts.append(memory_mb)
+        await asyncio.sleep(5.0)
+        return await really(memory_mb)
+
+    monkeypatch.setattr(GraderProcess, "start", start)
+    assert main([*tagged, "--prompts", "4", "--samples", "4"]) == 0
+    said = capsys.readouterr().out
+    assert len(starts) <= 4
+    (longest,) = re.findall(r"own time: median .* longest ([0-9.]+) ms", said)
+    assert float(longest) < 5000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("reasoning_gym", "task=chain_sum", "rollout.max_tokens=32", "inference.max_model_len=512"),
+        ("countdown", "answer_tag=answer", "rollout.max_tokens=48", "inference.max_model_len=128"),
+        ("wordle", "rollout.max_tokens=32", "inference.max_model_len=1024"),
+        ("hendrycks_math", "data_dir={data}", "eval_split=null", "held_out=1", "rollout.max_tokens=32"),
+        ("gpqa_diamond", "data_dir={gpqa}", "rollout.max_tokens=32", "inference.max_model_len=512"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_the_right_answer_is_said_in_the_form_that_the_task_wants(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, gpqa = tmp_path / "train.jsonl", tmp_path / "gpqa.csv"
+    rows = [{"problem": f"What is {n} and 1?", "solution": f"so \\boxed{{{n + 1}}}", "answer": str(n + 1)} for n in range(9)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ",".join(["Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3))])
+    gpqa.write_text(f"Question,{options}\n" + "".join(f"q{n},right,wrong,false,no\n" for n in range(4)))
+    words = [word.replace("{data}", str(data)).replace("{gpqa}", str(gpqa)) for word in arguments]
+    long = ["cluster.env={VLLM_ALLOW_LONG_MAX_MODEL_LEN: '1'}"]
+    assert main(["check", *words, *long, "--prompts", "2", "--samples", "1", "--no-second-process"]) == 0
+    said = capsys.readouterr().out
+    assert rewards(said) == ["1", "1"], said
+    assert "do not earn" not in said
+
+
+def test_oddities_of_the_chat_template_are_warnings(odd: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}.{% endfor %}"
+    assert main([*odd, "--no-second-process", "--samples", "1", f'model.chat_template="{template}"']) == 0
+    said = capsys.readouterr().out
+    for warning in ("writes '.' behind an answer", "writes the same with and without add_", "writes the date"):
+        assert f"warning: the chat template {warning}" in said
+    assert main([*odd, "--no-second-process", "--samples", "1"]) == 0
+    assert "the chat template" not in capsys.readouterr().out

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,6 +91,13 @@ class Verifiers(Environment):
         if "id" in self.eval_taskset:
             raise ValueError("eval_taskset must not name another id: tasks of both splits are played by one environment")
         return self
+
+    def check_data(self) -> None:
+        """Listing the tasks takes a process of its own, and perhaps a download: only whether it could be started is told."""
+        if shutil.which(self._python) is None:
+            raise ValueError(f"python={self._python} can't be started: it is no program here; name a Python that has verifiers")
+        if self._python == sys.executable and importlib.util.find_spec("verifiers") is None:
+            raise ValueError(f"verifiers is not installed for {self._python}: {self._python} -m pip install '{REQUIREMENT}'")
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         return self._listed[split]

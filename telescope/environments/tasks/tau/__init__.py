@@ -97,6 +97,10 @@ class Tau(ToolEnvironment):
                 await model.close()
         await super().tear_down()
 
+    def right_answer(self, prompt: Prompt) -> str:
+        """What the agent has to do cannot be said in one text."""
+        return ""
+
     def prompts(self, split: str) -> Sequence[Prompt]:
         policy, tasks, splits = self._tasks
         return [
