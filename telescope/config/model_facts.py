@@ -81,7 +81,7 @@ def _digest_weights(file: Path) -> str:
         length = int.from_bytes(stream.read(8), "little")
         size = os.fstat(stream.fileno()).st_size
         if not 0 < length <= size - 8:
-            raise ValueError(f"{file} is no safetensors file: it has {size} bytes, and its header would have {length}")
+            raise ValueError(f"{file} is not a safetensors file: it has {size} bytes, and its header would have {length}")
         header = stream.read(length)
         found.update(size.to_bytes(8, "little") + header)
         for begin, end in sorted(_places(json.loads(header))):
