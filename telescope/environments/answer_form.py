@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import Any
 
 from telescope.environments.base import Turn
@@ -31,6 +32,7 @@ _USER: Turn = {"role": "user", "content": "q"}
 _CALL = {"id": "c00000000", "type": "function", "function": {"name": _TOOL, "arguments": {}}}
 _RESULT: Turn = {"role": "tool", "name": _TOOL, "tool_call_id": "c00000000", "content": "r"}
 _MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,32}\]")
+_CONTROL = re.compile(r"<\|[^<>|\s]{1,64}\|>")
 _LAST_MARK = re.compile(rf"(?:{_MARK.pattern})\s*$")
 
 
@@ -101,7 +103,10 @@ class AnswerForm:
         return {"content": text, self.field: thought}
 
     def _cut_text(self, text: str) -> str:
-        return text.removeprefix(self.before_text).removesuffix(self.ending)
+        """The text without what the template writes around it. Where that marks texts as such, marks in a text would begin
+        something else: of a call that nobody could read, say, the words stay."""
+        text = text.removeprefix(self.before_text).removesuffix(self.ending)
+        return _CONTROL.sub("", text) if _CONTROL.search(self.before_text) else text
 
     def _split(self, text: str, opened: str) -> tuple[str | None, bool, str]:
         """(thought or None, whether it was closed, the rest). White space goes where the marks stand otherwise than the
@@ -128,7 +133,10 @@ class AnswerForm:
         thought, rest = body[:at].strip(), body[at + len(closing) :]
         behind = self.closing[len(before) + len(closing) :].strip()
         rest = rest.lstrip("\n")
-        return thought, True, rest.removeprefix(behind).lstrip("\n") if behind else rest
+        common = commonprefix((behind, rest))
+        if common != behind:  # as far as whole marks agree: a call goes to a channel of its own
+            common = common[: common.rfind(">") + 1]
+        return thought, True, rest[len(common) :].lstrip("\n") if common else rest
 
 
 def _take_thought(text: str) -> str:

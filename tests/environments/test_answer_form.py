@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from scripts.check_dialogues import ENDS, CharacterTokenizer, Verdict, check_template, fetch_templates
 from telescope.environments.answer_form import PARTS, AnswerForm
+from telescope.environments.base import Reward
 from telescope.environments.chat import TokenChat
 from telescope.environments.parsers import Answer
 from telescope.environments.template import ChatTemplate, TemplateError
+from telescope.environments.tools.call_parsers import CallFormat
 from tests.environments.conftest import Script
+from tests.environments.tools.test_tool_environment import QUESTION, Desk
 
 USER = "{%- if m.role == 'user' -%}<|im_start|>user\n{{ m.content }}<|im_end|>\n{%- endif -%}"
 TOOL = "{%- if m.role == 'tool' -%}<|im_start|>tool\n{{ m.content }}<|im_end|>\n{%- endif -%}"
@@ -242,6 +246,56 @@ def test_whether_the_header_opens_a_thought_is_read_off_the_prompt() -> None:
     assert opened.find_opening(opened.text([{"role": "user", "content": "q"}])) == "<think>\n"
     said = opened.form.spell({"role": "assistant", "content": Answer("five\n</think>\n5", "think", "<think>\n")})
     assert said == {"role": "assistant", "content": "5", "reasoning_content": "five"}
+
+
+ANALYSIS = "<|channel|>analysis<|message|>five<|end|><|start|>assistant"
+
+
+async def play_desk(source: str, call_format: CallFormat, *answers: str) -> tuple[Reward, list[str], Sequence[str]]:
+    """A tool environment's rollout: its reward, the prompts as texts, and why each branch begins."""
+    template = open_template(source)
+    policy = Script(*((template.tokenizer.encode(answer, add_special_tokens=False), "stop") for answer in answers))
+    chat = TokenChat(template, policy, 100_000)
+    reward = await Desk(call_format=call_format).play(QUESTION, chat)
+    return reward, [template.decode(prompt) for prompt in policy.prompts], chat.recording().reasons
+
+
+async def test_a_call_to_a_channel_is_run_and_its_thought_stays_in_its_channel() -> None:
+    asked = f'{ANALYSIS} to=functions.add<|channel|>commentary json<|message|>{{"a": 2, "b": 3}}<|call|>'
+    said = f"{ANALYSIS}<|channel|>final<|message|>5<|return|>"
+    reward, (first, second), reasons = await play_desk(CHANNELS, "harmony", asked, said)
+    assert (reward.total, reward.metrics["tool_success_count"], reasons) == (1.0, 1.0, ("",))
+    assert second.startswith(f"{first}{asked}<|start|>functions.f to=assistant")
+
+
+async def test_a_call_written_in_another_order_begins_a_branch_with_thought_and_call_in_their_places() -> None:
+    asked = f'{ANALYSIS}<|channel|>commentary to=functions.add <|constrain|>json<|message|>{{"a": 2, "b": 3}}<|call|>'
+    reward, (_, second), reasons = await play_desk(CHANNELS, "harmony", asked, "<|channel|>final<|message|>5<|return|>")
+    assert reward.total == 1.0
+    assert f'{ANALYSIS} to=functions.add<|channel|>commentary json<|message|>{{"a": 2, "b": 3}}<|call|>' in second
+    assert reasons[1].startswith("the template writes the past anew: behind ")
+
+
+async def test_a_call_to_a_channel_that_nobody_can_read_fails_no_rollout_and_begins_no_message_in_a_message() -> None:
+    asked = f"{ANALYSIS}<|channel|>commentary to=functions.add<|message|>{{oops<|call|>"
+    reward, (_, second), _ = await play_desk(CHANNELS, "harmony", asked, "<|channel|>final<|message|>5<|return|>")
+    assert (reward.total, reward.metrics["malformed_tool_calls"]) == (1.0, 1.0)
+    assert "<|channel|>final<|message|>commentary to=functions.add{oops<|end|>" in second
+    assert "the arguments of add are not JSON" in second
+
+
+async def test_a_thought_stays_with_its_call_where_the_template_reads_a_field() -> None:
+    asked = '\nfive\n</think>\n<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call><|im_end|>'
+    reward, (first, second), reasons = await play_desk(OPENED, "json", asked.removeprefix("\n"), "so\n</think>\n5<|im_end|>")
+    assert (reward.total, reasons) == (1.0, ("",))
+    assert second.startswith(first + asked.removeprefix("\n"))
+    spaced = asked.replace('"arguments": {', '"arguments":{').removeprefix("\n")
+    reward, (first, second), reasons = await play_desk(
+        KEPT_BEHIND_TEXT, "json", f"<think>{spaced}", "<think>so</think>5<|im_end|>"
+    )
+    assert reward.total == 1.0
+    assert second.count("<think>") == 1
+    assert "<think>five\n</think>" in second
 
 
 @pytest.mark.slow
