@@ -10,10 +10,10 @@ an answer is taken apart by the marks which the template itself wrote. Refuses t
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 from typing import Any
 
 from telescope.environments.base import Turn
@@ -133,10 +133,10 @@ class AnswerForm:
         thought, rest = body[:at].strip(), body[at + len(closing) :]
         behind = self.closing[len(before) + len(closing) :].strip()
         rest = rest.lstrip("\n")
-        common = commonprefix((behind, rest))
-        if common != behind:  # as far as whole marks agree: a call goes to a channel of its own
-            common = common[: common.rfind(">") + 1]
-        return thought, True, rest[len(common) :].lstrip("\n") if common else rest
+        common = len(list(itertools.takewhile(bool, map(str.__eq__, behind, rest))))
+        if common < len(behind):  # as far as whole marks agree: a call goes to a channel of its own
+            common = behind.rfind(">", 0, common) + 1
+        return thought, True, rest[common:].lstrip("\n") if common else rest
 
 
 def _take_thought(text: str) -> str:
