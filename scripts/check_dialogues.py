@@ -28,6 +28,8 @@ from typing import Any
 import jinja2
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from telescope.environments.answer_form import FIELDS, PARTS, AnswerForm
 from telescope.environments.base import Turn
 from telescope.environments.chat import Sampled, TokenChat
