@@ -76,6 +76,8 @@ class Recording:
     """Tokens the policy sampled, over all turns and branches."""
     turns: int
     """Answers of the policy."""
+    reasons: tuple[str, ...]
+    """Why each branch begins, in a sentence; "" for the first."""
     finish_reason: FinishReason
     """Of the last answer."""
     prompt_text: str
@@ -91,6 +93,8 @@ class _Branch:
 
     text: str
     runs: list[tuple[np.ndarray, Sampled | None]] = field(default_factory=list)
+    reason: str = ""
+    """Why it begins."""
 
     def ids(self) -> np.ndarray:
         ids: np.ndarray = np.concatenate([ids for ids, _ in self.runs])
@@ -284,7 +288,8 @@ class TokenDialogue:
         _check_turns(turns)
         if self._branch is not None:
             self._transcript.append("\n[context restarted]\n")
-        self._history, self._restated, self._branch, self._end_text = list(turns), {}, None, ""
+        said = map(self._record.template.form.spell, turns)
+        self._history, self._restated, self._branch, self._end_text = list(said), {}, None, ""
 
     async def _say(self, turns: Sequence[Turn], tools: tuple[ToolSchema, ...], max_tokens: int | None) -> str:
         history, restated, turns = self._append_turns(turns)
@@ -309,11 +314,11 @@ class TokenDialogue:
 
     def _append_turns(self, turns: Sequence[Turn]) -> tuple[list[Turn], dict[int, Turn], Sequence[Turn]]:
         """(messages, those that stand restated, the new ones) with `turns` behind the dialogue."""
-        restated = dict(self._restated)
+        restated, form = dict(self._restated), self._record.template.form
         answered = bool(self._history) and self._history[-1].get("role") == "assistant"
         if turns and answered and self._branch is not None and turns[0].get("role") == "assistant":
-            restated[len(self._history) - 1], turns = turns[0], turns[1:]
-        return [*self._history, *turns], restated, turns
+            restated[len(self._history) - 1], turns = form.restate(turns[0], self._history[-1]), turns[1:]
+        return [*self._history, *map(form.spell, turns)], restated, turns
 
     def _make_question(
         self, history: Sequence[Turn], restated: Mapping[int, Turn], turns: Sequence[Turn], tools: tuple[ToolSchema, ...]
@@ -322,12 +327,14 @@ class TokenDialogue:
         if branch is None:
             opening = template.opening(history, tools)
             told = "" if not self._record.branches and not self._transcript else _describe_turns(turns)
-            return _Question(_Branch(opening.text), opening.ids, opening.text, told)
+            why = "" if not self._record.branches else "the context was restarted" if self._transcript else "another dialogue"
+            return _Question(_Branch(opening.text, reason=why), opening.ids, opening.text, told)
         text = self._render(branch, history, restated, tools)
         if text.startswith(branch.text):
             added = text[len(branch.text) :]
             return _Question(branch, template.continuation(added), text, self._end_text + added)
-        return _Question(_Branch(text), template.encode(text), text, _describe_turns(turns))
+        why = "the tools have changed" if tools != self._tools else _explain_difference(branch.text, text)
+        return _Question(_Branch(text, reason=why), template.encode(text), text, _describe_turns(turns))
 
     def _render(
         self, branch: _Branch, history: Sequence[Turn], restated: Mapping[int, Turn], tools: tuple[ToolSchema, ...]
@@ -362,11 +369,12 @@ class TokenDialogue:
         self._end_text = record.template.end_texts[ids[-1]] if ended else ""
         branch.text = question.text + answer + self._end_text
         self._branch = branch
-        self._history.append({"role": "assistant", "content": answer})
+        said = Answer(answer, find_opened(question.text), record.template.find_opening(question.text))
+        self._history.append(record.template.form.spell({"role": "assistant", "content": said}))
         self._transcript += [question.told, answer]
         self._finish_reason = sampled.finish_reason
         self._last = (sum(len(run) for run, _ in branch.runs[:-1]), len(sampled.ids))
-        return Answer(answer, find_opened(question.text))
+        return said
 
 
 class TokenChat(TokenDialogue):
@@ -426,6 +434,7 @@ class TokenChat(TokenDialogue):
             prompt_tokens=len(record.branches[0].runs[0][0]),
             completion_tokens=sum(branch.trained_tokens for branch in branches),
             turns=record.answers,
+            reasons=tuple(branch.reason for branch in record.branches),
             finish_reason=record.finish_reason,
             prompt_text=record.opening_text,
             completion_text="".join(dialogue.transcript for dialogue in self._dialogues),
@@ -444,6 +453,18 @@ def _check_turns(turns: Sequence[Turn]) -> None:
 def _describe_turns(turns: Sequence[Turn]) -> str:
     """Messages in a transcript where the template's own text is not to be had."""
     return "".join(f"\n[{turn.get('role', '')}] {turn.get('content', '')}\n" for turn in turns)
+
+
+def _explain_difference(was: str, now: str) -> str:
+    """Where the template writes the past anew."""
+    low, high = 0, min(len(was), len(now))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if was[low:middle] == now[low:middle] else (low, middle - 1)
+    return (
+        f"the template writes the past anew: behind {was[max(0, low - 20) : low]!r} stood {was[low : low + 40]!r}, "
+        f"and stands {now[low : low + 40]!r}"
+    )
 
 
 def _check_sampled(sampled: Sampled) -> None:

@@ -22,15 +22,18 @@ _LANGUAGE = re.compile(r"[ \t]*(?:\{[ ]*\.?)?([A-Za-z][\w+#-]*)")
 class Answer(str):
     """What the policy said, and the tag of the thought that its prompt had opened before it, "" for none.
 
-    A template may write `<think>` itself: the text alone doesn't show whether it ever leaves that thought.
+    A template may write `<think>` itself: the text alone doesn't show whether it ever leaves that thought. `opening` is what
+    the prompt ends in, such as `<think>` and a line break, or another model's mark.
     """
 
-    __slots__ = ("opened_by",)
+    __slots__ = ("opened_by", "opening")
     opened_by: str
+    opening: str
 
-    def __new__(cls, text: str, opened_by: str = "") -> Answer:
+    def __new__(cls, text: str, opened_by: str = "", opening: str = "") -> Answer:
         answer = super().__new__(cls, text)
         answer.opened_by = opened_by
+        answer.opening = opening or (f"<{opened_by}>" if opened_by else "")
         return answer
 
 
@@ -48,6 +51,12 @@ def find_opened(prompt: str) -> str:
     """The tag of the thought that a prompt ends in, such as `think`; "" for none."""
     match = _OPENED.search(prompt[-64:])
     return match[1] if match else ""
+
+
+def find_opening(prompt: str) -> str:
+    """The end of a prompt that opens a thought, such as `<think>` and the white space behind it; "" for none."""
+    match = _OPENED.search(prompt[-64:])
+    return match[0] if match else ""
 
 
 @dataclass(frozen=True)

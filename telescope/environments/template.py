@@ -16,8 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from telescope.environments.answer_form import AnswerForm, find_answer_form
 from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.lru import LruCache
+from telescope.environments.parsers import find_opening
 
 Ids = np.ndarray  # [T] int32
 
@@ -100,10 +102,10 @@ class ChatTemplate:
             return [len(self._encode(text)) for text in texts]
         return [len(ids) for ids in batch(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
 
-    def text(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = ()) -> str:
-        """The dialogue as the template writes it, the header of the policy's next answer included. `tools` go to the template
-        as its own `tools`, in OpenAI's form."""
-        return self._write(turns, tools)
+    def text(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = (), *, header: bool = True) -> str:
+        """The dialogue as the template writes it, with the header of the policy's next answer unless `header` is False. `tools`
+        go to the template as its own `tools`, in OpenAI's form."""
+        return self._write(turns, tools, add_generation_prompt=header)
 
     def _write(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = (), **more: Any) -> str:
         given = {"tools": [dict(tool) for tool in tools]} if tools else {}
@@ -194,6 +196,25 @@ class ChatTemplate:
             return _PROBE in self.text(turns, tools)
         except TemplateError:
             return False
+
+    @cached_property
+    def form(self) -> AnswerForm:
+        """How the template wants earlier answers; found out by rendering, once."""
+
+        def render(turns: Sequence[Turn], *, header: bool) -> str | None:
+            try:
+                return self.text(turns, header=header)
+            except TemplateError:
+                return None
+
+        return find_answer_form(render, list(self.end_texts.values()))
+
+    def find_opening(self, prompt: str) -> str:
+        """The end of a prompt that opens a thought, in any of the known tags or in this template's own mark; "" for none."""
+        own = self.form.opening.strip()
+        if own and prompt[-128:].rstrip().endswith(own):
+            return prompt[prompt.rindex(own) :]
+        return find_opening(prompt)
 
     def encode(self, text: str) -> Ids:
         """Tokens of a whole prompt."""

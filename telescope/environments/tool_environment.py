@@ -108,12 +108,13 @@ class ToolEnvironment(MultiTurn):
     """True where tools share nothing: the calls of one answer then run side by side, and not in their order."""
 
     call_format: CallFormat = "json"
-    """How a call is written: `json`, `function`, `python` or `bare` (docs/tools.md)."""
+    """How a call is written: `json`, `function`, `python`, `bare` or `harmony` (docs/tools.md)."""
     call_tag: str = Field(default="tool_call", pattern=r"^\w+$")
     """The tag that calls stand in: `<tool_call>…</tool_call>`."""
     tool_prompt: Literal["auto", "template", "listing", "none"] = "auto"
     """How the policy hears of its tools: from the chat template (`template`), a text in the system turn (`listing`), or the
-    prompts alone (`none`); `auto` takes the template where it writes tools and `call_format` is json, else the listing."""
+    prompts alone (`none`); `auto` takes the template where it writes tools and `call_format` is json or harmony, else the
+    listing."""
     result_role: Literal["auto", "tool", "user"] = "auto"
     """Role of the turns that hold results; `auto` is `tool` where the chat template writes such turns, else `user`. What the
     template refuses as `tool` is said as `user` all the same."""
@@ -221,7 +222,9 @@ class ToolEnvironment(MultiTurn):
         """The opening turns, and what the chat template is to write of the tools itself."""
         if not schemas or self.tool_prompt == "none":
             return turns, ()
-        by_template = able is not None and able.shows_tools and (self.call_format == "json" or bool(self.vllm_tool_parser))
+        by_template = (
+            able is not None and able.shows_tools and (self.call_format in ("json", "harmony") or bool(self.vllm_tool_parser))
+        )
         if self.tool_prompt == "template" or (self.tool_prompt == "auto" and by_template):
             return turns, schemas
         return add_listing(turns, schemas, explain_format(self.call_format, self.call_tag)), ()

@@ -7,8 +7,13 @@ one comes back as `MalformedCall`, so that it is never taken for a final answer.
 
     json       <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      the default (Qwen 2.5 and 3, Hermes)
     function   <tool_call><function=add><parameter=a>1</parameter></function></tool_call>  (Qwen 3 Coder; tags may be missing)
-    python     <tool_call>add(a=1)</tool_call>, or an answer that is nothing but [add(a=1)] (Llama 4, LFM)
-    bare       {"name": "add", "parameters": {"a": 1}} or a list of these, nothing else (Llama 3, Mistral)
+    python     <tool_call>add(a=1)</tool_call>, an answer that is nothing but [add(a=1)], or the same between
+               <|python_start|>…<|python_end|> (Llama 4) or <|tool_call_start|>…<|tool_call_end|> (LFM)
+    bare       {"name": "add", "parameters": {"a": 1}}, several divided by ";" or in a list, behind <|python_tag|> or not
+               (Llama 3); [TOOL_CALLS] and a list of these, or [TOOL_CALLS]add[ARGS]{"a": 1} (Mistral)
+    harmony    <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|> (gpt-oss)
+
+An answer without a call of its format that holds the mark of another one is a call gone wrong, too.
 """
 
 from __future__ import annotations
@@ -24,18 +29,43 @@ import orjson
 
 from telescope.environments.parsers import Answer
 
-CallFormat = Literal["json", "function", "python", "bare"]
+CallFormat = Literal["json", "function", "python", "bare", "harmony"]
 
 MAX_DEPTH = 64
 """Of what a policy writes into a call, and of what an agent program sends."""
 MAX_SHOWN = 200
-_BARE_MARKS = ("<|python_tag|>", "[TOOL_CALLS]")
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|think|>", "<|end|>"),
+)
+_PYTHON_MARKS = (("<|python_start|>", "<|python_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>"))
+_MISTRAL_MARK = "[TOOL_CALLS]"
+_MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]{1,256})\s*(?:\[CALL_ID\][^\s\[\]{}]{0,256}\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_HARMONY_TO = re.compile(r"to=(?:functions\.)?([\w.-]{1,256})")
+_HARMONY_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
+_HARMONY_END = re.compile(r"<\|(?:end|call|return)\|>")
+_MARKS = (
+    "<|python_tag|>", "<|python_start|>", "<|tool_call_start|>", "[TOOL_CALLS]", "<tool_call>", "<|tool_call|>", "<tool_calls>",
+    "<|tool_calls|>", "<|tool_call:begin|>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", "<TOOLCALL>",
+    "<|START_ACTION|>", "<|tool_call>", "<minimax:tool_call>", "<seed:tool_call>", "<|channel|>commentary to=",
+    "<|function_call|>", "<|tools_prefix|>",
+)  # fmt: skip
+"""With what models begin calls, in the formats read here and in others."""
+_ANY_MARK = re.compile("|".join(map(re.escape, _MARKS)))
+_NESTING = re.compile(r'"(?:[^"\\]|\\.)*("?)|[\[{]|[\]}]', re.DOTALL)
 MAX_LITERAL_DEPTH = 32
 MAX_NUMBER_CHARACTERS = 64
 _SPACE = re.compile(r"[\s;]*")
+_ONLY_SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*)?\.?\d[\d_]*(?:[eE][+-]?\d+)?")
-_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'', re.DOTALL)
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'', re.DOTALL)
 _LONG_TEXT = re.compile(r'"""(?:[^"\\]|\\.|"(?!""))*"""|\'\'\'(?:[^\'\\]|\\.|\'(?!\'\'))*\'\'\'', re.DOTALL)
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
@@ -77,19 +107,33 @@ class _Found:
 def parse_calls(answer: str, form: CallFormat = "json", tag: str = "tool_call") -> ParsedAnswer:
     """Calls of an answer, with its thought taken off first. Never raises."""
     text = strip_thought(answer)
+    parsed = _read_format(text, form, tag)
+    if not parsed.calls and (mark := _ANY_MARK.search(text)):
+        reason = f"{mark[0]} begins a call, and none could be read"
+        return ParsedAnswer("", (MalformedCall(_shorten(text[mark.start() :]), reason),))
+    return parsed
+
+
+def _read_format(text: str, form: CallFormat, tag: str) -> ParsedAnswer:
     if form == "bare":
-        return _read_bare(text)
+        return _read_mistral(text) if _MISTRAL_MARK in text else _read_bare(text)
+    if form == "harmony":
+        return _read_harmony(text)
     found = _Found()
-    if form == "python" and text.strip().startswith("[") and text.strip().endswith("]"):
-        found.calls.extend(_read_python_body(text.strip()))
-        return found.parsed()
+    if form == "python":
+        for opening, closing in _PYTHON_MARKS:
+            if opening in text:
+                return _read_python_marks(text, opening, closing)
+        if text.strip().startswith("[") and text.strip().endswith("]"):
+            found.calls.extend(_read_python_body(text.strip()))
+            return found.parsed()
     if form == "function" and f"<{tag}>" not in text:
         for kind, piece in _split_blocks(text, "<function=", "</function>", keep=True):
             _take(found, kind, piece, _read_function_body, "<function=name>")
         return found.parsed()
-    body = {"json": _read_json_body, "function": _read_function_bodies, "python": _read_python_body}[form]
+    bodies = {"json": _read_json_body, "function": _read_function_bodies, "python": _read_python_body}
     for kind, piece in _split_blocks(text, f"<{tag}>", f"</{tag}>"):
-        _take(found, kind, piece, body, f"<{tag}>")
+        _take(found, kind, piece, bodies[form], f"<{tag}>")
     if not found.calls and form == "json" and _looks_like_a_call(text):
         found.calls.append(MalformedCall(_shorten(text), f"a call must stand between <{tag}> and </{tag}>"))
         found.said.clear()
@@ -97,15 +141,22 @@ def parse_calls(answer: str, form: CallFormat = "json", tag: str = "tool_call") 
 
 
 def strip_thought(answer: str) -> str:
-    """The answer behind its thought: `<think>…</think>` at its start, or all up to `</think>` where the prompt opened it.
+    """The answer behind its thought: `<think>…</think>` at its start, or all up to `</think>` where the prompt opened it; and
+    so with the marks of other models.
 
     A thought that never ends is all thought: "".
     """
-    opened = answer.lstrip().startswith("<think>") or (isinstance(answer, Answer) and answer.opened_by == "think")
-    end = answer.find("</think>")
-    if end >= 0 and (opened or "<think>" not in answer[:end]):
-        return answer[end + len("</think>") :]
-    return "" if opened else answer
+    start, opened_by = answer.lstrip(), answer.opening.strip() if isinstance(answer, Answer) else ""
+    for opening, closing in _THOUGHTS:
+        opened = start.startswith(opening) or opened_by == opening
+        if not opened and opening != "<think>":
+            continue
+        end = answer.find(closing)
+        if end >= 0 and (opened or opening not in answer[:end]):
+            return answer[end + len(closing) :]
+        if opened:
+            return ""
+    return answer
 
 
 def explain_format(form: CallFormat, tag: str = "tool_call") -> str:
@@ -115,6 +166,7 @@ def explain_format(form: CallFormat, tag: str = "tool_call") -> str:
         "function": f"<{tag}><function=tool_name><parameter=parameter>value</parameter></function></{tag}>",
         "python": f'<{tag}>tool_name(parameter="value")</{tag}>',
         "bare": '{"name": "tool_name", "parameters": {"parameter": "value"}}',
+        "harmony": '<|channel|>commentary to=functions.tool_name <|constrain|>json<|message|>{"parameter": "value"}<|call|>',
     }[form]
     return f"write {example}"
 
@@ -226,22 +278,133 @@ def _read_python_body(body: str) -> Iterator[ParsedCall | MalformedCall]:
     yield from (ParsedCall(name, arguments) for name, arguments in calls)
 
 
+def _read_python_marks(text: str, opening: str, closing: str) -> ParsedAnswer:
+    """Blocks of calls; the last may lack its closing mark, and what repeats a block up to another closing mark is no text."""
+    found = _Found()
+    for kind, piece in _split_blocks(text, opening, closing):
+        if kind == "stray" and found.calls:
+            found.said.pop()
+        elif kind == "unclosed":
+            found.calls.extend(_read_python_body(piece.removeprefix(opening).strip()))
+        else:
+            _take(found, kind, piece.strip() if kind == "inside" else piece, _read_python_body, opening)
+    return found.parsed()
+
+
 def _read_bare(text: str) -> ParsedAnswer:
-    """The whole answer is one JSON object, a list of them, or objects divided by semicolons; a mark may come first."""
-    body, marked = text.strip(), False
-    for mark in _BARE_MARKS:
-        if mark in body:
-            _, _, body = body.partition(mark)
-            marked = True
-    body = body.strip()
-    if not marked and not _looks_like_a_call(body):
+    """JSON objects that name a tool and give arguments, behind <|python_tag|> or anywhere in the text."""
+    before, marked, body = text.partition("<|python_tag|>")
+    if not marked:
+        before, body = "", text
+    found = _Found([before])
+    at = 0
+    while (start := body.find("{", at)) >= 0:
+        end = _find_end(body, start)
+        piece = body[start:end] if end >= 0 else body[start:]
+        call = _read_bare_object(piece, whole=end >= 0)
+        if call is not None:
+            found.said.append(body[at:start])
+            found.calls.append(call)
+            at = start + len(piece)
+        else:
+            found.said.append(body[at : start + len(piece)])
+            at = start + len(piece)
+        if end < 0:
+            break
+    if marked and not found.calls:
+        found.calls.extend(_read_json_body(body.strip()))
+        return ParsedAnswer(before.strip(), tuple(found.calls))
+    if not found.calls:
         return ParsedAnswer(text.strip())
+    said = [piece for piece in (*found.said, body[at:]) if piece.strip(" \n\t;,[]")]
+    return ParsedAnswer("".join(said).strip(), tuple(found.calls))
+
+
+def _read_bare_object(piece: str, *, whole: bool) -> ParsedCall | MalformedCall | None:
+    """A call, one gone wrong, or None for braces of another kind."""
+    if '"name"' not in piece or ('"arguments"' not in piece and '"parameters"' not in piece):
+        return None
     try:
-        read = orjson.loads(body)
+        read = orjson.loads(piece)
     except orjson.JSONDecodeError as error:
-        return ParsedAnswer("", (MalformedCall(_shorten(body), f"this is not JSON: {error}"),))
-    each = read if isinstance(read, list) and read else [read]
-    return ParsedAnswer("", tuple(_read_call(one, body) for one in each))
+        end = "" if whole else " (it never ends)"
+        return MalformedCall(_shorten(piece), f"this is not JSON: {error}{end}")
+    return _read_call(read, piece) if "arguments" in read or "parameters" in read else None
+
+
+def _read_mistral(text: str) -> ParsedAnswer:
+    """[TOOL_CALLS] before a list of objects (the older form), or before each call's name, [ARGS] or nothing, and arguments."""
+    found = _Found()
+    at = text.find(_MISTRAL_MARK)
+    found.said.append(text[:at])
+    while at >= 0:
+        start = at + len(_MISTRAL_MARK)
+        named = _MISTRAL_NAME.match(text, start)
+        opening = named.end() if named else _skip_space(text, start)
+        end = _find_end(text, opening) if text[opening : opening + 1] in ("{", "[") else -1
+        if end < 0:
+            body = text[start:].strip()
+            found.calls.extend(_read_json_body(body))
+            break
+        piece = text[opening:end]
+        try:
+            read = orjson.loads(piece)
+        except orjson.JSONDecodeError as error:
+            found.calls.append(MalformedCall(_shorten(text[start:end]), f"this is not JSON: {error}"))
+        else:
+            if named:
+                read = {"name": named[1], "arguments": read}
+            found.calls.extend(_read_call(each, piece) for each in (read if isinstance(read, list) and read else [read]))
+        at = text.find(_MISTRAL_MARK, end)
+        found.said.append(text[end:at] if at >= 0 else text[end:])
+    return found.parsed()
+
+
+def _read_harmony(text: str) -> ParsedAnswer:
+    """Messages to channels: analysis is thought, a recipient makes a call, and the rest is said."""
+    found = _Found()
+    if "<|message|>" not in text and "<|channel|>" not in text:
+        return ParsedAnswer(text.strip())
+    for message in text.split("<|start|>"):
+        head, begun, body = message.partition("<|message|>")
+        channel, to = _HARMONY_CHANNEL.search(head), _HARMONY_TO.search(head)
+        body = _HARMONY_END.split(body, maxsplit=1)[0]
+        if to and not begun:
+            found.calls.append(MalformedCall(_shorten(message), f"a call to {to[1]} has no <|message|> with its arguments"))
+        elif to:
+            found.calls.append(_read_harmony_call(to[1], body))
+        elif begun and (channel is None or channel[1] != "analysis"):
+            found.said.append(body)
+    return found.parsed()
+
+
+def _read_harmony_call(name: str, body: str) -> ParsedCall | MalformedCall:
+    try:
+        read = orjson.loads(body.strip() or "{}")
+    except orjson.JSONDecodeError as error:
+        return MalformedCall(_shorten(body), f"the arguments of {name[:MAX_SHOWN]} are not JSON: {error}")
+    return _read_call({"name": name, "arguments": read}, body)
+
+
+def _skip_space(text: str, at: int) -> int:
+    match = _ONLY_SPACE.match(text, at)
+    return match.end() if match else at
+
+
+def _find_end(text: str, at: int) -> int:
+    """Behind the bracket that closes the one at `at`, brackets in texts not counted; -1 where none does."""
+    depth = 0
+    for token in _NESTING.finditer(text, at):
+        if token[0][0] == '"':
+            if not token[1]:  # a text that never ends
+                return -1
+        elif token[0] in "[{":
+            depth += 1
+        else:
+            depth -= 1
+            if depth == 0:
+                return token.end()
+    return -1
 
 
 def _looks_like_a_call(text: str) -> bool:
@@ -268,6 +431,13 @@ def is_deeper_than(value: Any, most: int = MAX_DEPTH) -> bool:
             return False
         level = [part for each in inner for part in (each.values() if isinstance(each, Mapping) else each)]
     return True
+
+
+def _write_line_breaks(token: str) -> str:
+    """A quoted text with its line breaks as escapes: Python takes them in triple quotes alone, policies write them anywhere."""
+    if token.startswith(('"""', "'''")):
+        return token
+    return token.replace("\\\n", "").replace("\n", "\\n")
 
 
 class BadLiteral(ValueError):
@@ -371,10 +541,14 @@ class CallReader:
                 raise self.make_error(f"a comma or {closing} is missing")
         return items
 
-    def _read_dict(self, depth: int) -> dict[str, Any]:
+    def _read_dict(self, depth: int) -> dict[str, Any] | list[Any]:
+        """A dict, or a set as a list."""
         made: dict[str, Any] = {}
         while not self.skip("}"):
             key = self._read_value(depth + 1)
+            if not made and (self.peek(",") or self.peek("}")):
+                self.skip(",")
+                return [key, *self._read_items("}", depth)]
             if not isinstance(key, str) or not self.skip(":"):
                 raise self.make_error("a dict has texts for keys, and a : behind each")
             made[key] = self._read_value(depth + 1)
@@ -384,7 +558,9 @@ class CallReader:
 
     def _read_text(self, token: str) -> str:
         try:
-            text = str(ast.literal_eval(token))  # one string token: no nesting, nothing to evaluate but its escapes
+            text = str(
+                ast.literal_eval(_write_line_breaks(token))
+            )  # one string token: no nesting, nothing to evaluate but its escapes
             text.encode()  # raises for one half of a surrogate pair, which no JSON and no tokenizer takes
         except (SyntaxError, ValueError) as error:
             raise self.make_error(f"a text has a broken escape ({error})") from error

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telescope.environments.parsers import Answer
 from telescope.environments.tools.call_parsers import (
     BadLiteral,
     CallFormat,
     MalformedCall,
+    ParsedAnswer,
     ParsedCall,
     explain_format,
     parse_calls,
@@ -21,7 +23,7 @@ from telescope.environments.tools.call_parsers import (
 )
 
 DEEP = '{"a":' * 300 + "1" + "}" * 300
-FORMATS: tuple[CallFormat, ...] = ("json", "function", "python", "bare")
+FORMATS: tuple[CallFormat, ...] = ("json", "function", "python", "bare", "harmony")
 
 
 def reasons(answer: str, form: CallFormat = "json") -> list[str]:
@@ -118,6 +120,144 @@ def test_bare_json_as_llama_and_mistral_write_it():
     assert reasons("[TOOL_CALLS] nonsense", "bare")[0].startswith("this is not JSON")
 
 
+ADD, STOP = ParsedCall("add", {"a": 1}), ParsedCall("stop", {})
+ONE, TWO = '{"name": "add", "parameters": {"a": 1}}', '{"name": "stop", "parameters": {}}'
+
+
+@pytest.mark.parametrize("between", [";", "; ", " ; ", ";\n", "\n", ", "])
+def test_several_calls_of_llama_3_divided_by_semicolons(between: str):
+    assert parse_calls(f"{ONE}{between}{TWO}", "bare") == ParsedAnswer("", (ADD, STOP))
+    assert parse_calls(f"<|python_tag|>{ONE}{between}{TWO}", "bare") == ParsedAnswer("", (ADD, STOP))
+
+
+def test_calls_of_llama_3_among_words_and_other_braces():
+    parsed = parse_calls(f"First {ONE}; {TWO} I gave {{a}} and {{'a': 1}}.", "bare")
+    assert parsed == ParsedAnswer("First  I gave {a} and {'a': 1}.", (ADD, STOP))
+    nested = '{"name": "add", "parameters": {"a": {"b": {"c": "}{ [\\"] "}}}}'
+    assert parse_calls(nested, "bare").calls == (ParsedCall("add", {"a": {"b": {"c": '}{ ["] '}}}),)
+    assert parse_calls('{"parameters": {}} and {"name": "add"}', "bare").calls == ()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"name": "add", "parameters": {a is 1}}',
+        '{"name": "add", "parameters": {"a": 1}',
+        '{"name": "add", "parameters": {"a": "1}}',
+        f'{ONE}; {{"name": "stop", "parameters": {{oops}}}}',
+        '<|python_tag|>search.call(query="cats")',
+    ],
+)
+def test_a_call_of_llama_3_gone_wrong_is_told(answer: str):
+    assert reasons(answer, "bare")[0].startswith("this is not JSON")
+
+
+@pytest.mark.parametrize(
+    ("answer", "calls", "text"),
+    [
+        ('[TOOL_CALLS]add{"a": 1}', (ADD,), ""),
+        ('[TOOL_CALLS]add[ARGS]{"a": 1}', (ADD,), ""),
+        ('[TOOL_CALLS]add[CALL_ID]c00000000[ARGS]{"a": 1}', (ADD,), ""),
+        ('I add.[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]stop[ARGS]{}', (ADD, STOP), "I add."),
+        ('[TOOL_CALLS][{"arguments": {"a": 1}, "name": "add"}, {"name": "stop", "arguments": {}}]', (ADD, STOP), ""),
+        ('Well[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]\nso', (ADD,), "Well\nso"),
+        ('[TOOL_CALLS]say[ARGS]{"text": "[TOOL_CALLS]add{}"}', (ParsedCall("say", {"text": "[TOOL_CALLS]add{}"}),), ""),
+    ],
+)
+def test_both_forms_of_mistral(answer: str, calls: tuple[ParsedCall, ...], text: str):
+    assert parse_calls(answer, "bare") == ParsedAnswer(text, calls)
+
+
+@pytest.mark.parametrize(
+    "answer", ['[TOOL_CALLS]add[ARGS]{"a": 1', "[TOOL_CALLS]add[ARGS]{a}", "[TOOL_CALLS]", "[TOOL_CALLS]add"]
+)
+def test_a_call_of_mistral_gone_wrong_is_told(answer: str):
+    assert reasons(answer, "bare")[0].startswith("this is not JSON")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("<|python_start|>[add(a=1), stop()]<|python_end|>", ""),
+        ("<|python_start|>[add(a=1), stop()]", ""),
+        ("<|tool_call_start|>[add(a=1), stop()]<|tool_call_end|>", ""),
+        (
+            "So: <|tool_call_start|> [add(a=1)]<|tool_call_end|><|tool_call_start|>[stop()]<|tool_call_end|> I wait.",
+            "So:  I wait.",
+        ),
+        ("<|tool_call_start|>[add(a=1), stop()]<|tool_call_end|>[add(a=1)]<|tool_call_end|>Done.", "Done."),
+    ],
+)
+def test_the_marks_of_llama_4_and_lfm(answer: str, text: str):
+    assert parse_calls(answer, "python") == ParsedAnswer(text, (ADD, STOP))
+
+
+def test_values_that_lfm_writes_and_python_would_not_take():
+    written = "<|tool_call_start|>[date.set(month=07, tags={'a', 'b'}, empty={}, run='cat << E\nx\nE')]<|tool_call_end|>"
+    wanted = {"month": 7, "tags": ["a", "b"], "empty": {}, "run": "cat << E\nx\nE"}
+    assert parse_calls(written, "python").calls == (ParsedCall("date.set", wanted),)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["<|python_start|>[add(a=1)", "<|python_start|>print(1)<|python_end|>", "<|tool_call_start|>[]<|tool_call_end|>",
+     "add(a=1)]<|tool_call_end|><|tool_call_start|>x", "<|python_start|>[add(a=1e999)]<|python_end|>"],
+)  # fmt: skip
+def test_a_call_between_such_marks_gone_wrong_is_told(answer: str):
+    assert reasons(answer, "python")
+
+
+TO_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+
+
+@pytest.mark.parametrize(
+    ("answer", "calls", "text"),
+    [
+        (f"<|channel|>analysis<|message|>I think{{}}<|end|><|start|>assistant{TO_ADD}", (ADD,), ""),
+        (' to=functions.add<|channel|>commentary json<|message|>{\n"a": 1\n}', (ADD,), ""),
+        (f"<|channel|>commentary<|message|>I add.<|end|><|start|>assistant{TO_ADD}", (ADD,), "I add."),
+        (f"{TO_ADD}<|start|>assistant<|channel|>commentary to=functions.stop<|message|><|call|>", (ADD, STOP), ""),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>It is 3.", (), "It is 3."),
+        ("<|channel|>analysis<|message|>add with to=functions.add?", (), ""),
+        ("no channels at all", (), "no channels at all"),
+    ],
+)
+def test_the_channels_of_gpt_oss(answer: str, calls: tuple[ParsedCall, ...], text: str):
+    assert parse_calls(answer, "harmony") == ParsedAnswer(text, calls)
+
+
+def test_a_call_to_a_channel_gone_wrong_is_told():
+    assert reasons(TO_ADD.replace("{", ""), "harmony")[0].startswith("the arguments of add are not JSON")
+    assert reasons("<|channel|>commentary to=functions.add", "harmony") == [
+        "a call to add has no <|message|> with its arguments"
+    ]
+    assert reasons(TO_ADD.replace('{"a": 1}', "[1]"), "harmony") == ['"arguments" must be a JSON object']
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "mark", ["<|python_tag|>", "<|python_start|>", "<|tool_call_start|>", "[TOOL_CALLS]", "<|tool_calls_section_begin|>",
+             "<｜tool▁calls▁begin｜>", "<|tool_calls|>", "<|START_ACTION|>", "<minimax:tool_call>", "<TOOLCALL>"],
+)  # fmt: skip
+def test_the_mark_of_another_format_is_no_final_answer(form: CallFormat, mark: str):
+    parsed = parse_calls(f"I look. {mark}f(x)", form)
+    assert [type(each) for each in parsed.calls] == [MalformedCall]
+    assert parse_calls(f"<think>{mark}f</think>It is 3.", form) == ParsedAnswer("It is 3.")
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|think|>", "<|end|>"),
+     ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|channel>thought\n", "<channel|>")],
+)  # fmt: skip
+def test_a_thought_in_the_marks_of_other_models_holds_no_calls(opening: str, closing: str):
+    call = '<tool_call>{"name": "stop"}</tool_call>'
+    assert parse_calls(f"{opening}maybe {call}{closing}{call}").calls == (STOP,)
+    assert parse_calls(f"{opening}maybe {call}").calls == ()
+    assert parse_calls(Answer(f"maybe {call}{closing}{call}", "", opening)).calls == (STOP,)
+    assert parse_calls(Answer(f"maybe {call}", "", opening)).calls == ()
+
+
 def test_a_thought_holds_no_calls():
     call = '<tool_call>{"name": "a"}</tool_call>'
     assert parse_calls(f"<think>maybe {call}</think>{call}").calls == (ParsedCall("a", {}),)
@@ -150,6 +290,7 @@ PIECES = [
     "(",
     "=",
 ]
+PIECES += ["[TOOL_CALLS]", "[ARGS]", "<|python_start|>", "<|tool_call_end|>", "<|start|>", "<|message|>", "to=functions."]
 PIECES += ["<think>", "</think>", '{"name":', "a(", "b=", "-", "9", "_", ".", "e", "'''", '"""', ",", ")", "]", "}", " ", "\n"]
 
 
