@@ -30,6 +30,7 @@ class Recipe:
     algorithm: Algorithm
     group_size: int
     max_tokens: int
+    """Of the run; `own_max_tokens` has those of environments that set their own."""
     minibatches: int = 1
     epochs: int = 1
     seq_len: int = 100_000_000
@@ -39,6 +40,7 @@ class Recipe:
     ranks_a_shard: int = 1
     """Neighbouring trainer ranks that train the same trajectories together."""
     rewards: RewardRanges = field(default_factory=RewardRanges)
+    own_max_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def fit_to_row(self, rollout: Rollout) -> Rollout:
         """With branches of at most `seq_len` tokens: itself, or a shortened copy. Raises `BatchUnusable` where they are longer
@@ -55,9 +57,11 @@ class Recipe:
 
     def shape_reward(self, rollout: Rollout) -> None:
         """Note its reward for training and what its length costs."""
+        label = rollout.order.prompt.environment
+        max_tokens = self.own_max_tokens.get(label, self.max_tokens)
         with named(self.algorithm, "length_penalty", f"rollout {rollout.order.rollout_id}"):
-            rollout.length_penalty = self.algorithm.length_penalty(rollout.trained_tokens, max_tokens=self.max_tokens)
-        rollout.normalised = self.rewards.choose(rollout.order.prompt.environment, rollout.result.reward)
+            rollout.length_penalty = self.algorithm.length_penalty(rollout.trained_tokens, max_tokens=max_tokens)
+        rollout.normalised = self.rewards.choose(label, rollout.result.reward)
 
     def find_filters(self, rollouts: Sequence[Rollout], step: int) -> tuple[tuple[str, ...], ...]:
         """Of each rollout the rules by which it leaves the loss."""
@@ -247,6 +251,7 @@ def _make_shard(
                     length=len(branch.ids),
                     advantage=float(advantages[sequence]),
                     sequence_tokens=rollout.trained_tokens,
+                    temperature=rollout.result.temperature,
                     minibatch=minibatch,
                 )
             )

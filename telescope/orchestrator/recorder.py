@@ -155,7 +155,7 @@ class Recorder:
             if card.too_long and card.name not in self._prompts:
                 sentence = (
                     f"{card.too_long} of {total} prompts of {card.name} are longer than inference.max_model_len - "
-                    "rollout.max_tokens leaves for them: they are never drawn"
+                    "rollout.max_tokens (or its own max_tokens) leaves for them: they are never drawn"
                 )
                 log.warning("%s", sentence)
                 self.alert("warning", f"environments.{card.name}", sentence)
@@ -492,6 +492,7 @@ def make_rollout_row(rollout: Rollout) -> dict[str, Any]:
         "version_first": int(versions.min(initial=np.iinfo(np.int32).max)) if len(versions) else None,
         "version_last": int(versions.max(initial=-1)) if len(versions) else None,
         "logprob_mean": float(logprobs.mean()) if len(logprobs) else None,
+        "temperature": result.temperature,
         "worker": rollout.worker,
         "started_ns": result.started_ns,
         "generated_ns": result.generated_ns,
@@ -534,6 +535,7 @@ def make_token_rows(batch: TrainBatch, groups: int) -> Iterator[dict[str, Any]]:
                 "reward": rollout.result.reward,
                 "advantage": float(batch.advantages[place]),
                 "filtered": list(batch.filters[place]),
+                "temperature": rollout.result.temperature,
                 "ids": branch.ids.tolist(),
                 "mask": branch.mask.tolist(),
                 "versions": branch.versions[sampled].tolist(),

@@ -33,6 +33,7 @@ def done(rollout_id: int = 7, reward: float = 1.0, branch_lengths: tuple[int, ..
         completion_tokens=2,
         turns=1,
         finish_reason="stop",
+        temperature=0.7,
         prompt_text="use 3 5 make 8",
         completion_text="3+5",
         golden_answers=(),

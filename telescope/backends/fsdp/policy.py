@@ -67,9 +67,10 @@ class Policy(nn.Module):
         make, hides something; None: there is none."""
 
     def forward(
-        self, row: RowInput, temperature: float, chunk: int, whole_logits: bool = False, support: Support = WHOLE
+        self, row: RowInput, temperature: float | Tensor, chunk: int, whole_logits: bool = False, support: Support = WHOLE
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [n] of the sampled tokens, float32. `whole_logits`: by the model's own head, for checks.
+        """Log-probs and entropies [n] of the sampled tokens, float32. `temperature`: of all, or [n] float32, each one's own.
+        `whole_logits`: by the model's own head, for checks, at one temperature.
 
         Where ranks share the row each runs its own tokens, and all get all results.
         """
@@ -83,12 +84,13 @@ class Policy(nn.Module):
             places=row.places[piece.sampled] - piece.tokens.start,
             targets=row.targets[piece.sampled],
         )
-        logprob, entropy = self._run(own, temperature, chunk, whole_logits, support)
+        own_temperature = temperature[piece.sampled] if isinstance(temperature, Tensor) else temperature
+        logprob, entropy = self._run(own, own_temperature, chunk, whole_logits, support)
         count = len(row.places)
         return context.joined(logprob, piece, count), context.joined(entropy, piece, count)
 
     def _run(
-        self, row: RowInput, temperature: float, chunk: int, whole_logits: bool, support: Support
+        self, row: RowInput, temperature: float | Tensor, chunk: int, whole_logits: bool, support: Support
     ) -> tuple[Tensor, Tensor]:
         kwargs = {"input_ids": row.ids, "position_ids": row.position_ids, "use_cache": False, "row": row.segments}
         if whole_logits:
@@ -99,7 +101,7 @@ class Policy(nn.Module):
         return logprobs(hidden.index_select(0, row.places).to(head.dtype), head, row.targets, temperature, chunk, support)
 
     @torch.no_grad()
-    def logprobs_only(self, row: RowInput, temperature: float, chunk: int, support: Support = WHOLE) -> Tensor:
+    def logprobs_only(self, row: RowInput, temperature: float | Tensor, chunk: int, support: Support = WHOLE) -> Tensor:
         """Log-probs [n] alone, without gradient. As any forward pass it is a collective, and leaves weights gathered that the
         next one needs."""
         logprob: Tensor = self(row, temperature, chunk, support=support)[0]

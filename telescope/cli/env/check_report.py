@@ -41,6 +41,8 @@ class Stated:
     same_prompts: bool | None
     """Whether another process makes the same prompts; None: not compared."""
     unwritable: Sequence[str] = field(default=())
+    max_tokens_setting: str = "rollout.max_tokens"
+    """What limits its answers."""
 
 
 def write_report(stated: Stated, played: Sequence[Played], template: ChatTemplate) -> tuple[list[str], bool]:
@@ -138,7 +140,7 @@ def _list_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
     if stated.too_long:
         yield (
             f"{stated.too_long:,} train prompts have more than {stated.longest:,} tokens and are left out: raise "
-            "inference.max_model_len or lower rollout.max_tokens"
+            f"inference.max_model_len or lower {stated.max_tokens_setting}"
         )
     if stated.same_prompts is False:
         yield (
@@ -150,7 +152,7 @@ def _list_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
     yield from _find_metric_warnings(stated, done)
     cut = sum(each.body.finish_reason == "length" for each in done if isinstance(each.body, RolloutResult))
     if cut:
-        yield f"{cut} of {len(done)} last answers were cut off at rollout.max_tokens"
+        yield f"{cut} of {len(done)} last answers were cut off at {stated.max_tokens_setting}"
 
 
 def _find_reward_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
