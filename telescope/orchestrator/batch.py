@@ -12,6 +12,7 @@ from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
 from telescope.flow.commands import TrainOnBatch
 from telescope.flow.prompt_sampler import Permutation, keyed_hash
 from telescope.maths import dealing, minibatches, packing
+from telescope.maths.summaries import summary
 from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
 from telescope.records import Denominators, TrainItem
@@ -111,7 +112,8 @@ class TrainBatch:
         return lags
 
     def compute_metrics(self) -> dict[str, float]:
-        """Shares of the batch's rollouts that were cut off and that left the loss, by rule, and what lengths cost."""
+        """Shares of the batch's rollouts that were cut off and that left the loss, by rule, what lengths cost, and their
+        advantages."""
         count = len(self.rollouts)
         rules = {rule: sum(rule in why for why in self.filters) for rule in ("overlong", "repetition")}
         return {
@@ -121,6 +123,8 @@ class TrainBatch:
             "overlong_samples": float(sum(lost > 0 for branches in self.truncated.values() for lost in branches)),
             "truncated_tokens": float(sum(map(sum, self.truncated.values()))),
             "length_penalty_mean": float(np.mean([rollout.length_penalty for rollout in self.rollouts])),
+            **{f"advantage/{name}": value for name, value in summary(self.advantages).items()},
+            "advantage/count": float(count),
         }
 
     def find_lag(self, rollout: Rollout) -> int | None:

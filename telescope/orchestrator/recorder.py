@@ -269,8 +269,9 @@ class Recorder:
         self.catch_up()
         batch, now = self._in_training.pop(done.step), time.monotonic()
         seconds = now - (self._step_ends[-1] if self._step_ends else self._generating_since or now)
+        timings = _limit_first_wait(done.timings, seconds) if not self._step_ends else done.timings
         self._step_ends.append(now)
-        metrics = self._report_policy(counts.version) | dict(done.metrics) | done.timings | self._next_step
+        metrics = self._report_policy(counts.version) | dict(done.metrics) | timings | self._next_step
         self._next_step = {}
         numbers = msgspec.structs.asdict(counts).items()
         metrics |= {f"flow/{name}": float(value) for name, value in numbers if isinstance(value, int | float)}
@@ -284,7 +285,7 @@ class Recorder:
         self._sampled_before = self.tokens["completion"]
         metrics |= {"timing_step_total": seconds, "tokens": float(tokens["processed"])}
         metrics |= {f"tokens_per_s/{what}": count / max(seconds, 1e-9) for what, count in tokens.items()}
-        for name, value in done.timings.items():
+        for name, value in timings.items():
             if not name.endswith("_mean"):
                 self.seconds[name] = self.seconds.get(name, 0.0) + value
         if left_out := int(metrics.get("update_skipped", 0.0)):
@@ -431,6 +432,13 @@ class Recorder:
             self._unwritable.add(path)
         else:
             self._unwritable.discard(path)
+
+
+def _limit_first_wait(timings: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """A trainer waits from its own start on, and the first step's time begins when the last process is there: `seconds` ago."""
+    most = max(0.0, seconds - timings.get("timing_step_active", 0.0))
+    limited = {name: min(value, most) for name, value in timings.items() if name == "timing_waiting_for_data"}
+    return dict(timings) | limited
 
 
 def _describe_left_out(count: int, broken: int) -> str:

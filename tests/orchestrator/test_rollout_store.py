@@ -102,6 +102,12 @@ def test_a_reward_that_is_no_number_is_refused_and_not_taken_for_zero():
         Rollout(order()).score(done(reward=NAN), arrays(), NEWEST)
 
 
+@pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, np.inf])
+def test_a_temperature_that_nothing_can_be_divided_by_is_refused(temperature: float):
+    with pytest.raises(UnusableRollout, match=f"its temperature is {temperature}"):
+        Rollout(order()).score(msgspec.structs.replace(done(), temperature=temperature), arrays(), NEWEST)
+
+
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [((), "no branch"), ((4, 0), "an empty branch"), ((5, -1), "an empty branch"), ((2, 2), "first token of a branch")],
