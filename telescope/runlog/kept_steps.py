@@ -54,7 +54,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         return self.step - 1
 
 
-class _Format(msgspec.Struct):
+class _HeaderFormat(msgspec.Struct):
     """What every version of the header has; the rest may differ."""
 
     format: int
@@ -142,7 +142,7 @@ def _read(path: Path) -> KeptShard:
     try:
         with open_file(path) as opened, np.load(opened, allow_pickle=False) as file:
             encoded = file["header"].tobytes()
-            written = msgspec.msgpack.decode(encoded, type=_Format).format
+            written = msgspec.msgpack.decode(encoded, type=_HeaderFormat).format
             if written != FORMAT:
                 raise NothingKept(
                     f"{path} has format {written}, and this Telescope reads {FORMAT}: run the step again with the Telescope "
