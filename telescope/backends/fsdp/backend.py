@@ -140,7 +140,7 @@ class FSDPBackend:
         with ranks.watched("taking log-probs"):
             for row in (row for plan in self._plan(shard) for row in plan):
                 arrays = packing.arrange(row, trajectories, shard.items)
-                logprob = self._logprobs_of(self._policy, *self._on_device(arrays))
+                logprob = self._logprobs_of(self._policy, self._on_device(arrays)[1])
                 laid = np.full(row.size, np.nan, np.float32)
                 laid[arrays.mask] = logprob.cpu().numpy()
                 for start, length, index in zip(row.starts, row.lengths, row.items, strict=True):
@@ -208,8 +208,8 @@ class FSDPBackend:
         for place, row in enumerate(minibatch, start=1):
             spans.at(row=place - 1)
             with spans.span("compute_old_logprobs"):
-                old = self._logprobs_of(self._policy, *self._on_device(row.arrays))
-                known.append(PreparedRow(row.arrays, old=old))
+                _, given = self._on_device(row.arrays)
+                known.append(PreparedRow(row.arrays, old=self._logprobs_of(self._policy, given)))
             self._job.progress(f"train step {step}: log-probs before its updates, row {place} of {len(minibatch)}")
         return known
 
@@ -217,11 +217,11 @@ class FSDPBackend:
         row = rows.to_device(arrays, self._device)
         segments = attention.segments(self._policy.kind, arrays.boundaries, self._device, self._spread.context)
         piece = self._policy.piece(len(arrays.ids), np.flatnonzero(arrays.mask) - 1)
-        return row, RowInput(row.ids, row.position_ids, segments, row.sampled - 1, row.targets, piece)
+        return row, RowInput(row.ids, row.position_ids, segments, row.sampled - 1, row.targets, row.temperature, piece)
 
-    def _logprobs_of(self, policy: Policy, row: rows.DeviceRow, given: RowInput) -> Tensor:
+    def _logprobs_of(self, policy: Policy, given: RowInput) -> Tensor:
         job = self._job
-        return policy.logprobs_only(given, row.temperature, job.trainer.entropy_chunk_size, job.support)
+        return policy.logprobs_only(given, job.trainer.entropy_chunk_size, job.support)
 
     def _accumulate(self, row: PreparedRow, counts: Denominators, spans: PhaseTimer, tally: MetricSums) -> None:
         """Add one row's share of the gradient."""
@@ -230,10 +230,10 @@ class FSDPBackend:
             on_device, given = self._on_device(row.arrays)
         if self._reference is not None:
             with spans.span("compute_kl"):
-                reference = self._logprobs_of(self._reference, on_device, given)
+                reference = self._logprobs_of(self._reference, given)
         with spans.span("forward"):
             chunk = job.trainer.entropy_chunk_size
-            logprob, entropy = self._policy(given, on_device.temperature, chunk, support=job.support)
+            logprob, entropy = self._policy(given, chunk, support=job.support)
         with spans.span("loss_computation"):
             entropy = entropy if job.algorithm.trains_entropy else entropy.detach()
             packed = on_device.packed(logprob, entropy, old=row.old, reference=reference)
