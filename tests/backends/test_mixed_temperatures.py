@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from telescope.backends.base import TrainShard
 from telescope.backends.common.rows import to_device
@@ -94,7 +93,7 @@ def test_a_row_of_one_temperature_needs_one_number_and_a_mixed_one_a_number_a_to
 
     assert temperature((0,)) == 0.7  # the very number, not rounded to float32
     mixed = temperature((0, 1))
-    assert isinstance(mixed, torch.Tensor)
+    assert isinstance(mixed, np.ndarray)
     assert mixed.tolist() == np.float32([0.7] * 2 + [1.3] * 3).tolist()
     assert to_device(packing.arrange(packing.filler(multiple=8), [], []), "cpu").temperature == 1.0
 
@@ -112,7 +111,7 @@ def test_the_trainers_log_probs_before_a_step_are_those_of_each_trajectorys_temp
 
 
 def test_temperatures_stay_float32_where_the_model_computes_in_bfloat16(build):
-    """FSDP rounds tensors among a module's arguments to that precision: 0.7 would be 0.69921875, and 0.6 % of it lost."""
+    """FSDP rounds tensors in a module's arguments to that precision: 0.7 would be 0.69921875, and 0.6 % of it lost."""
     mixed, alone = make_shard(temperatures=(0.7, 1.3)), make_shard(temperatures=(0.7,))
     backend = build(make_job(), mixed_precision_dtype="bfloat16")
     together, apart = backend.logprobs(mixed), backend.logprobs(alone)

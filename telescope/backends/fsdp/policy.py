@@ -21,6 +21,7 @@ from telescope.backends.common.attention_choice import Kind
 from telescope.backends.common.context import Context, Piece
 from telescope.backends.common.logprobs import logprobs
 from telescope.backends.common.masks import Look
+from telescope.backends.common.rows import sent
 from telescope.backends.fsdp.gather import BucketPart
 from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
 from telescope.maths.support import WHOLE, Support
@@ -43,7 +44,7 @@ class RowInput:
     segments: attention.Segments
     places: Tensor  # [n] int64, the tokens before the sampled ones
     targets: Tensor  # [n] int64, the sampled tokens
-    temperature: float | Tensor  # of all of them, or [n] float32; not an argument, which FSDP would round to its precision
+    temperature: float | np.ndarray  # of all of them, or [n] float32; FSDP would round a tensor to its precision
     piece: Piece | None = None
     """What of it is this rank's, where ranks share rows."""
 
@@ -83,7 +84,7 @@ class Policy(nn.Module):
             position_ids=row.position_ids[:, piece.tokens],
             places=row.places[piece.sampled] - piece.tokens.start,
             targets=row.targets[piece.sampled],
-            temperature=each[piece.sampled] if isinstance(each, Tensor) else each,
+            temperature=each[piece.sampled] if isinstance(each, np.ndarray) else each,
         )
         logprob, entropy = self._run(own, chunk, whole_logits, support)
         count = len(row.places)
@@ -92,12 +93,14 @@ class Policy(nn.Module):
     def _run(self, row: RowInput, chunk: int, whole_logits: bool, support: Support) -> tuple[Tensor, Tensor]:
         kwargs = {"input_ids": row.ids, "position_ids": row.position_ids, "use_cache": False, "row": row.segments}
         if whole_logits:
-            logp = (self.lm(**kwargs).logits[0, row.places].float() / row.temperature).log_softmax(-1)
+            logp = (self.lm(**kwargs).logits[0, row.places].float() / float(row.temperature)).log_softmax(-1)
             return logp.gather(1, row.targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
         hidden = self.lm.get_decoder()(**kwargs).last_hidden_state[0]  # [T, H]
         head = self.lm.get_output_embeddings().weight
         taken = hidden.index_select(0, row.places).to(head.dtype)
-        return logprobs(taken, head, row.targets, row.temperature, chunk, support)
+        each = row.temperature
+        temperature = sent(each, str(row.ids.device)) if isinstance(each, np.ndarray) else each
+        return logprobs(taken, head, row.targets, temperature, chunk, support)
 
     @torch.no_grad()
     def logprobs_only(self, row: RowInput, chunk: int, support: Support = WHOLE) -> Tensor:
