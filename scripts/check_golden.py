@@ -94,6 +94,7 @@ def losses_and_gradients(algorithm: Algorithm, case: dict[str, Any], advantages:
             length=len(trajectory.ids),
             advantage=float(advantage),
             sequence_tokens=trajectory.trained_tokens,
+            temperature=1.0,
         )
         for index, (trajectory, group, advantage) in enumerate(zip(trajectories, groups, advantages, strict=True))
     ]

@@ -119,6 +119,8 @@ class TrainItem(Record):
     advantage: float
     sequence_tokens: int
     """Trained tokens of the whole rollout, over all its branches (n_i)."""
+    temperature: float
+    """At which its tokens were sampled; the trainer's log-probs are of the distribution at the same one."""
     minibatch: int = 0
     """Which of the step's updates trains it, from 0."""
 

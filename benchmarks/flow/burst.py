@@ -100,7 +100,7 @@ def done(order: Any, prompt: np.ndarray, sampled: Any) -> tuple[m.RolloutResult,
     body = m.RolloutResult(
         rollout_id=order.rollout_id, attempt=order.attempt, reward=float(order.sample % 2), metrics={"exact": 1.0},
         branch_lengths=(length,), prompt_tokens=before, completion_tokens=len(sampled[0]), turns=1, finish_reason="length",
-        prompt_text="p" * before, completion_text="a" * len(sampled[0]), golden_answers=("a",),
+        temperature=1.0, prompt_text="p" * before, completion_text="a" * len(sampled[0]), golden_answers=("a",),
         started_ns=1, generated_ns=2, scored_ns=3,
     )  # fmt: skip
     mask = np.repeat(np.array([0, 1], np.uint8), (before, len(sampled[0])))

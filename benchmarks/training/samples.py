@@ -49,7 +49,7 @@ def shard_of(samples: Samples, rank: int, size: int) -> TrainShard:
     items = tuple(
         TrainItem(
             rollout_id=i, group_id=i // 2, sequence=i, length=samples.lengths[i], advantage=1.0 - 2.0 * (i % 2),
-            sequence_tokens=trained[i],
+            sequence_tokens=trained[i], temperature=1.0,
         )
         for i in mine
     )  # fmt: skip

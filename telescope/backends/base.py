@@ -116,7 +116,9 @@ class Job:
     trainer: TrainerSettings
     number_of_steps: int
     temperature: float
+    """The run's. An environment may have its own: each trajectory is trained at that of its item."""
     max_tokens: int
+    """The run's, by which a loss may divide; an environment's own is never above it."""
     seed: int
     world: World
     support: Support = WHOLE

@@ -27,6 +27,7 @@ from telescope.cli.command_line import parse_all
 if TYPE_CHECKING:
     from telescope.backends.base import TrainShard
     from telescope.config.run import RunConfig
+    from telescope.config.sections import EnvironmentEntry
     from telescope.inference.engine import Engine, Generated
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class LogprobParity:
     def report(self, config: RunConfig) -> str:
         verdict = "agree" if self.agree else "DISAGREE: training would be off-policy from the first step"
         return (
-            f"log-probs of {self.tokens} tokens of {config.model.name} at temperature {config.rollout.temperature:g}\n"
+            f"log-probs of {self.tokens} tokens of {config.model.name} at temperature {_name_temperatures(config)}\n"
             f"  mean |trainer - server|  {self.mean:.2e} (at most {self.limit:g})\n"
             f"  max  |trainer - server|  {self.largest:.2e}\n"
             f"  mean importance ratio    {self.ratio:.6f}\n"
@@ -68,7 +69,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--samples", type=from_one, default=SAMPLES, help="answers to compare (default %(default)s)")
     parser.add_argument("-cd", "--config-dir", help="a folder of your own presets and plug-ins")
     parser.add_argument(
-        *("-t", "--temperature"), type=float, action="append", default=[], help="instead of the run's; logprobs takes several"
+        *("-t", "--temperature"),
+        type=float,
+        action="append",
+        default=[],
+        help="instead of the run's and of any environment's; logprobs takes several",
     )
     parser.add_argument("overrides", nargs="*", help="as for telescope.run, e.g. model=qwen3-0.6b rollout.temperature=0.7")
     asked = parse_all(parser, arguments)
@@ -86,8 +91,19 @@ def main(arguments: Sequence[str]) -> int:
         if point.config is None:
             sys.stderr.write(f"{ConfigError(point.problems)}\n")
             return DISAGREE
-        configs.append(point.config)
+        configs.append(_at_one_temperature(point.config) if asked.temperature else point.config)
     return examine(asked.check, configs, asked.samples)
+
+
+def _at_one_temperature(config: RunConfig) -> RunConfig:
+    """Without temperatures of environments."""
+    entries = {label: entry.model_copy(update={"temperature": None}) for label, entry in config.environments.items()}
+    return config.model_copy(update={"environments": entries})
+
+
+def _name_temperatures(config: RunConfig) -> str:
+    own = {label: entry.temperature for label, entry in config.environments.items() if entry.temperature is not None}
+    return ", ".join([f"{config.rollout.temperature:g}", *(f"{label} at {each:g}" for label, each in own.items())])
 
 
 def examine(check: str, configs: Sequence[RunConfig], samples: int) -> int:
@@ -135,7 +151,7 @@ def weights(config: RunConfig, samples: int) -> int:
 
     async def shard(engine: Engine, pair: RunConfig) -> TrainShard:
         prompts = prompts_of(pair, max(samples, 2 * pair.cluster.trainer_num_workers))
-        return as_shard(prompts, await sampled(engine, prompts, pair))
+        return as_shard(prompts, await sampled(engine, prompts, pair), _temperatures(pair, len(prompts)))
 
     found = check_weights(config, shard)
     sys.stdout.write(found.report())
@@ -158,7 +174,7 @@ def check_logprobs(configs: Sequence[RunConfig], samples: int) -> list[LogprobPa
     engine = build_engine(config, secrets.token_hex(8), device)  # sets vLLM's environment: before anything imports torch
     prompts = prompts_of(config, samples)
     answers = asyncio.run(answer(engine, prompts, configs))
-    shards = [as_shard(prompts, got) for got in answers]
+    shards = [as_shard(prompts, got, _temperatures(each, len(prompts))) for got, each in zip(answers, configs, strict=True)]
     scorer = "cuda:0" if device == "gpu" else "cpu"
     return [
         compare(shard, score(shard, each, scorer), parity_limit(each, device))
@@ -189,23 +205,43 @@ async def answer(engine: Engine, prompts: Sequence[np.ndarray], configs: Sequenc
 async def sampled(engine: Engine, prompts: Sequence[np.ndarray], config: RunConfig) -> list[Generated]:
     from telescope.records import Sampling
 
+    temperatures = _temperatures(config, len(prompts))
+
     def sampling(index: int) -> Sampling:
         rollout, kept = config.rollout, config.rollout.support
+        most = min(_entry_of(config, index).max_tokens or rollout.max_tokens, rollout.max_tokens)
         seed = config.seed + index
-        return Sampling(rollout.temperature, rollout.max_tokens, seed, kept.top_k, kept.top_p, kept.min_p, rollout.stop)
+        return Sampling(temperatures[index], most, seed, kept.top_k, kept.top_p, kept.min_p, rollout.stop)
 
     asked = (engine.generate(f"doctor-{i}", prompt, sampling(i), 0) for i, prompt in enumerate(prompts))
     return list(await asyncio.gather(*asked))
 
 
-def as_shard(prompts: Sequence[np.ndarray], answers: Sequence[Generated]) -> TrainShard:
+def _entry_of(config: RunConfig, index: int) -> EnvironmentEntry:
+    """That of a prompt of `prompts_of`."""
+    entries = list(config.environments.values())
+    return entries[index % len(entries)]
+
+
+def _temperatures(config: RunConfig, prompts: int) -> list[float]:
+    own = (_entry_of(config, index).temperature for index in range(prompts))
+    return [config.rollout.temperature if each is None else each for each in own]
+
+
+def as_shard(prompts: Sequence[np.ndarray], answers: Sequence[Generated], temperatures: Sequence[float]) -> TrainShard:
     """Prompts and answers as a step's trajectories; advantages are 0, for nothing is trained."""
     from telescope.backends.base import TrainShard
     from telescope.records import Denominators, TrainItem
 
     pairs = list(zip(prompts, answers, strict=True))
     items = tuple(
-        TrainItem(i, i, i, length=len(prompt) + len(got.ids), advantage=0.0, sequence_tokens=len(got.ids))
+        TrainItem(
+            *(i, i, i),
+            length=len(prompt) + len(got.ids),
+            advantage=0.0,
+            sequence_tokens=len(got.ids),
+            temperature=temperatures[i],
+        )
         for i, (prompt, got) in enumerate(pairs)
     )
     mask = np.concatenate([np.repeat([0, 1], [len(prompt), len(got.ids)]) for prompt, got in pairs]).astype(np.uint8)

@@ -67,6 +67,18 @@ def _lengths(config: RunConfig) -> Iterator[Conflict]:
         )
     for sentence in config.algorithm.length_errors(max_tokens=max_tokens):
         yield Conflict(("algorithm.overlong_buffer_tokens", "rollout.max_tokens"), sentence)
+    for label, entry in config.environments.items():
+        path, own = f"environments.{label}.max_tokens", entry.max_tokens
+        if own is None:
+            continue
+        if own > max_tokens:
+            yield Conflict(
+                (path, "rollout.max_tokens"),
+                f"{path}={own} must not be above rollout.max_tokens={max_tokens}, by which lengths are planned and losses "
+                f"divided: lower it, or set rollout.max_tokens={own}",
+            )
+        for sentence in config.algorithm.length_errors(max_tokens=own):
+            yield Conflict(("algorithm.overlong_buffer_tokens", path), sentence.replace("rollout.max_tokens", path))
     padding = config.trainer.pad_to_multiple_of
     if seq_len % padding:
         yield Conflict(

@@ -102,6 +102,10 @@ class EnvironmentEntry(Settings):
     environment states, if it does."""
     reward_max: float | None = Field(default=None, allow_inf_nan=False)
     """Upper end of the rewards expected of it; likewise."""
+    temperature: float | None = Field(default=None, ge=0.01, le=2)
+    """Its rollouts are sampled, and trained, at this temperature; null: `rollout.temperature`."""
+    max_tokens: int | None = Field(default=None, ge=1, le=100_000_000)
+    """Sampled tokens of one turn of its rollouts, at most, not above `rollout.max_tokens`; null: that."""
     curriculum: CurriculumSettings | None = None
     """Draw prompts by their pass rates; null: each once an epoch."""
     set_up_timeout_s: float = Field(default=300.0, gt=0, le=1_000_000)
@@ -164,7 +168,8 @@ class RolloutSettings(Settings):
     min_group_size: int = Field(default=2, ge=1, le=100_000)
     """Scored survivors below which a group fails."""
     temperature: float = Field(default=1.0, ge=0.01, le=2)
-    """Logits are divided by it, in the sampler and in the trainer alike. Below 0.01 vLLM would take 0.01 all the same."""
+    """Logits are divided by it, in the sampler and in the trainer alike. Below 0.01 vLLM would take 0.01 all the same.
+    `environments.<name>.temperature` sets it for one environment."""
     top_k: int | None = Field(default=None, ge=2, le=10_000_000)
     """Sample from so many of the likeliest tokens; the trainer normalises over the same rule's tokens. null: all."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -174,7 +179,7 @@ class RolloutSettings(Settings):
     stop: tuple[str, ...] = Field(default=(), max_length=16)
     """Texts behind which an answer ends. They belong to the answer: what was sampled is what is trained."""
     max_tokens: int = Field(default=3700, ge=1, le=100_000_000)
-    """Sampled tokens of one turn, at most."""
+    """Sampled tokens of one turn, at most; `environments.<name>.max_tokens` may be lower."""
     timeout_s: float = Field(default=600.0, gt=0, le=1_000_000)
     """Time limit of one rollout, generation and reward together."""
     max_attempts: int = Field(default=3, ge=1, le=1_000_000)

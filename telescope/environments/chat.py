@@ -37,7 +37,7 @@ class ChatError(InfrastructureError):
 
 
 class PromptTooLong(ChatError):
-    """The opening prompt leaves no room for an answer of `rollout.max_tokens` (a later one: `ContextFull`)."""
+    """The opening prompt leaves no room for an answer of `max_tokens` (a later one: `ContextFull`)."""
 
 
 class BrokenCompletion(ChatError):
@@ -61,7 +61,7 @@ class Sampled:
 class Sampler(Protocol):
     async def sample(self, ids: np.ndarray, turn: int, max_tokens: int | None) -> Sampled:
         """Answer the prompt `ids` [T] int32; `turn` counts the questions of this rollout from 0. `max_tokens` lowers
-        `rollout.max_tokens` for this answer; None leaves it."""
+        the rollout's own limit for this answer; None leaves it."""
         ...
 
 
@@ -163,7 +163,8 @@ class _ChatRecord:
             self.finish_reason = "length"
             raise (ContextFull if self.answers else PromptTooLong)(
                 f"the prompt of turn {turn} has {len(prompt)} tokens, more than the {room} that "
-                "inference.max_model_len - rollout.max_tokens leaves: raise max_model_len, lower max_tokens or shorten prompts"
+                "inference.max_model_len - rollout.max_tokens (or the environment's own max_tokens) leaves: raise "
+                "max_model_len, lower max_tokens or shorten prompts"
             )
         self.asked += 1
         sampled = await self.sampler.sample(prompt, turn, max_tokens)
@@ -227,7 +228,7 @@ class TokenDialogue:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that may still be added before a prompt leaves no room for an answer of `rollout.max_tokens`."""
+        """Tokens that may still be added before a prompt leaves no room for an answer of `max_tokens`."""
         used = len(self._branch.ids()) if self._branch is not None else 0
         return self._record.max_prompt_tokens - used
 

@@ -49,6 +49,7 @@ class RowArrays:
     logprobs: np.ndarray  # [T] float32, sampling log-prob; NaN where the mask is False
     advantages: np.ndarray  # [T] float32, the rollout's; 0 in the padding
     sequence_tokens: np.ndarray  # [S] float32, n_i of the rollout each segment belongs to; 0 for the padding
+    temperatures: np.ndarray  # [S] float64, at which each segment was sampled; 1 for the padding
     boundaries: np.ndarray  # [S + 1] int32, cumulative: segment s is boundaries[s]:boundaries[s + 1]
 
 
@@ -156,6 +157,7 @@ def arrange(
     for start, index in zip(row.starts, row.items, strict=True):
         _place(arrays, start, trajectories[index], items[index])
     arrays.sequence_tokens[:-1] = [items[index].sequence_tokens for index in row.items]
+    arrays.temperatures[:-1] = [items[index].temperature for index in row.items]
     return arrays
 
 
@@ -193,6 +195,7 @@ def _padding(row: Row, boundaries: np.ndarray, dtype: DTypeLike) -> RowArrays:
         logprobs=np.full(row.size, np.nan, dtype),
         advantages=np.zeros(row.size, dtype),
         sequence_tokens=np.zeros(len(sizes), dtype),
+        temperatures=np.ones(len(sizes)),
         boundaries=boundaries,
     )
 

@@ -12,6 +12,7 @@ from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
 from telescope.flow.commands import TrainOnBatch
 from telescope.flow.prompt_sampler import Permutation, keyed_hash
 from telescope.maths import dealing, minibatches, packing
+from telescope.maths.summaries import summary
 from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
 from telescope.records import Denominators, TrainItem
@@ -30,6 +31,7 @@ class Recipe:
     algorithm: Algorithm
     group_size: int
     max_tokens: int
+    """Of the run; `own_max_tokens` has those of environments that set their own."""
     minibatches: int = 1
     epochs: int = 1
     seq_len: int = 100_000_000
@@ -39,6 +41,7 @@ class Recipe:
     ranks_a_shard: int = 1
     """Neighbouring trainer ranks that train the same trajectories together."""
     rewards: RewardRanges = field(default_factory=RewardRanges)
+    own_max_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def fit_to_row(self, rollout: Rollout) -> Rollout:
         """With branches of at most `seq_len` tokens: itself, or a shortened copy. Raises `BatchUnusable` where they are longer
@@ -55,9 +58,11 @@ class Recipe:
 
     def shape_reward(self, rollout: Rollout) -> None:
         """Note its reward for training and what its length costs."""
+        label = rollout.order.prompt.environment
+        max_tokens = self.own_max_tokens.get(label, self.max_tokens)
         with named(self.algorithm, "length_penalty", f"rollout {rollout.order.rollout_id}"):
-            rollout.length_penalty = self.algorithm.length_penalty(rollout.trained_tokens, max_tokens=self.max_tokens)
-        rollout.normalised = self.rewards.choose(rollout.order.prompt.environment, rollout.result.reward)
+            rollout.length_penalty = self.algorithm.length_penalty(rollout.trained_tokens, max_tokens=max_tokens)
+        rollout.normalised = self.rewards.choose(label, rollout.result.reward)
 
     def find_filters(self, rollouts: Sequence[Rollout], step: int) -> tuple[tuple[str, ...], ...]:
         """Of each rollout the rules by which it leaves the loss."""
@@ -107,7 +112,8 @@ class TrainBatch:
         return lags
 
     def compute_metrics(self) -> dict[str, float]:
-        """Shares of the batch's rollouts that were cut off and that left the loss, by rule, and what lengths cost."""
+        """Shares of the batch's rollouts that were cut off and that left the loss, by rule, what lengths cost, and their
+        advantages."""
         count = len(self.rollouts)
         rules = {rule: sum(rule in why for why in self.filters) for rule in ("overlong", "repetition")}
         return {
@@ -117,6 +123,8 @@ class TrainBatch:
             "overlong_samples": float(sum(lost > 0 for branches in self.truncated.values() for lost in branches)),
             "truncated_tokens": float(sum(map(sum, self.truncated.values()))),
             "length_penalty_mean": float(np.mean([rollout.length_penalty for rollout in self.rollouts])),
+            **{f"advantage/{name}": value for name, value in summary(self.advantages).items()},
+            "advantage/count": float(count),
         }
 
     def find_lag(self, rollout: Rollout) -> int | None:
@@ -247,6 +255,7 @@ def _make_shard(
                     length=len(branch.ids),
                     advantage=float(advantages[sequence]),
                     sequence_tokens=rollout.trained_tokens,
+                    temperature=rollout.result.temperature,
                     minibatch=minibatch,
                 )
             )

@@ -274,6 +274,9 @@ def _make_recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
         seed=config.seed,
         ranks_a_shard=config.backend.ranks_a_shard,
         rewards=rewards,
+        own_max_tokens={
+            label: entry.max_tokens for label, entry in config.environments.items() if entry.max_tokens is not None
+        },
     )
 
 

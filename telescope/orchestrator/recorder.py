@@ -155,7 +155,7 @@ class Recorder:
             if card.too_long and card.name not in self._prompts:
                 sentence = (
                     f"{card.too_long} of {total} prompts of {card.name} are longer than inference.max_model_len - "
-                    "rollout.max_tokens leaves for them: they are never drawn"
+                    "rollout.max_tokens (or its own max_tokens) leaves for them: they are never drawn"
                 )
                 log.warning("%s", sentence)
                 self.alert("warning", f"environments.{card.name}", sentence)
@@ -269,8 +269,9 @@ class Recorder:
         self.catch_up()
         batch, now = self._in_training.pop(done.step), time.monotonic()
         seconds = now - (self._step_ends[-1] if self._step_ends else self._generating_since or now)
+        timings = _limit_first_wait(done.timings, seconds) if not self._step_ends else done.timings
         self._step_ends.append(now)
-        metrics = self._report_policy(counts.version) | dict(done.metrics) | done.timings | self._next_step
+        metrics = self._report_policy(counts.version) | dict(done.metrics) | timings | self._next_step
         self._next_step = {}
         numbers = msgspec.structs.asdict(counts).items()
         metrics |= {f"flow/{name}": float(value) for name, value in numbers if isinstance(value, int | float)}
@@ -284,7 +285,7 @@ class Recorder:
         self._sampled_before = self.tokens["completion"]
         metrics |= {"timing_step_total": seconds, "tokens": float(tokens["processed"])}
         metrics |= {f"tokens_per_s/{what}": count / max(seconds, 1e-9) for what, count in tokens.items()}
-        for name, value in done.timings.items():
+        for name, value in timings.items():
             if not name.endswith("_mean"):
                 self.seconds[name] = self.seconds.get(name, 0.0) + value
         if left_out := int(metrics.get("update_skipped", 0.0)):
@@ -433,6 +434,13 @@ class Recorder:
             self._unwritable.discard(path)
 
 
+def _limit_first_wait(timings: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """A trainer waits from its own start on, and the first step's time begins when the last process is there: `seconds` ago."""
+    most = max(0.0, seconds - timings.get("timing_step_active", 0.0))
+    limited = {name: min(value, most) for name, value in timings.items() if name == "timing_waiting_for_data"}
+    return dict(timings) | limited
+
+
 def _describe_left_out(count: int, broken: int) -> str:
     """`1 update left out, as a gradient was not a finite number`: of `count` updates `broken` for that."""
     whys = ((broken, "a gradient was not a finite number"), (count - broken, "filters left nothing to train"))
@@ -492,6 +500,7 @@ def make_rollout_row(rollout: Rollout) -> dict[str, Any]:
         "version_first": int(versions.min(initial=np.iinfo(np.int32).max)) if len(versions) else None,
         "version_last": int(versions.max(initial=-1)) if len(versions) else None,
         "logprob_mean": float(logprobs.mean()) if len(logprobs) else None,
+        "temperature": result.temperature,
         "worker": rollout.worker,
         "started_ns": result.started_ns,
         "generated_ns": result.generated_ns,
@@ -534,6 +543,7 @@ def make_token_rows(batch: TrainBatch, groups: int) -> Iterator[dict[str, Any]]:
                 "reward": rollout.result.reward,
                 "advantage": float(batch.advantages[place]),
                 "filtered": list(batch.filters[place]),
+                "temperature": rollout.result.temperature,
                 "ids": branch.ids.tolist(),
                 "mask": branch.mask.tolist(),
                 "versions": branch.versions[sampled].tolist(),

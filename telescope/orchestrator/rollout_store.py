@@ -249,6 +249,8 @@ def _find_wrong_shape(result: RolloutResult, arrays: tuple[np.ndarray, ...]) -> 
 def _find_wrong_number(result: RolloutResult) -> str:
     if not np.isfinite(result.reward):
         return f"its reward is {result.reward}"
+    if not 0 < result.temperature < np.inf:
+        return f"its temperature is {result.temperature}"
     if not 0 <= result.prompt_tokens <= result.branch_lengths[0]:
         return f"prompt_tokens={result.prompt_tokens}, and its first branch has {result.branch_lengths[0]} tokens"
     for name in ("turns", "started_ns", "generated_ns", "scored_ns"):

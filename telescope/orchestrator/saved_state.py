@@ -31,7 +31,7 @@ from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.wire.messages import RolloutResult
 
-FORMAT = 3
+FORMAT = 4
 STATE, ARRAYS, ROWS = "state.msgpack", "arrays.bin", "rows.json"
 COLUMNS = (("ids", "<i4"), ("mask", "u1"), ("logprobs", "<f4"), ("versions", "<i4"))
 TOKEN_BYTES = sum(np.dtype(kind).itemsize for _, kind in COLUMNS)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from telescope.flow import events
 from telescope.orchestrator.peers import ProtocolViolations
 from telescope.orchestrator.recorder import Recorder
+from telescope.orchestrator.update_times import UpdateTimes
 from telescope.orchestrator.weight_update import GroupEpochs, UpdatePhase, WeightAnswer, WeightOrder, WeightUpdate
 from telescope.records import WeightGroup, WeightManifest
 from telescope.wire.hub import Hub, NoCredit
@@ -48,6 +49,8 @@ class WeightCoordinator:
         self._ranks, self._rules, self._saving = ranks, rules, saving
         self._served: dict[str, int] = {}
         self._update: WeightUpdate | None = None
+        self._times: UpdateTimes | None = None
+        """Of the update under way where it brings a new version; one for servers that came late is no step's."""
         self._orders: dict[tuple[str, int], WeightOrder] = {}
         self._manifest: WeightManifest | None = None
         self._epochs = GroupEpochs()
@@ -73,7 +76,7 @@ class WeightCoordinator:
         self._orders = {key: order for key, order in self._orders.items() if key[0] != server}
         if self._update is not None:
             self._update.lose(server, now)
-            self._follow()
+            self._follow(now)
 
     def begin(self, version: int, now: float) -> None:
         """Bring all servers that are behind to the version; a version published before is not published again."""
@@ -92,13 +95,14 @@ class WeightCoordinator:
             manifest=self._manifest if known else None,
             served_elsewhere=version in self._served.values(),
         )
+        self._times = None if known else UpdateTimes(version, now)
         self._reported = UpdatePhase.PREPARE if known else UpdatePhase.PUBLISH
-        self._follow()
+        self._follow(now)
 
     def tick(self, now: float) -> None:
         if self._update is not None:
             self._update.tick(now)
-            self._follow()
+            self._follow(now)
 
     def hear(self, delivery: Delivery, body: WeightAnswer, now: float) -> None:
         """A peer's answer to a weight order. What counts is which order it answers."""
@@ -114,8 +118,10 @@ class WeightCoordinator:
         current = order.phase is update.phase and order.round == update.round
         if current:
             self._record(update, order, body)
+            if self._times is not None:
+                self._times.hear(order, body, now)
         update.hear(order, body, now)
-        self._follow()
+        self._follow(now)
 
     def take_fenced(self) -> list[tuple[str, str]]:
         """Servers that must not run on, and why."""
@@ -128,16 +134,19 @@ class WeightCoordinator:
 
     # ---- what follows from the update's new state
 
-    def _follow(self) -> None:
+    def _follow(self, now: float) -> None:
         update = self._update
         assert update is not None
         while update.outbox:
-            self._send(update.outbox.pop(0))
+            order = update.outbox.pop(0)
+            if self._times is not None:
+                self._times.ask(order, now)
+            self._send(order)
         self._fenced.extend(update.fences)
         update.fences.clear()
         self._report(update)
         if update.over:
-            self._end(update)
+            self._end(update, now)
 
     def _send(self, order: WeightOrder) -> None:
         try:
@@ -162,10 +171,12 @@ class WeightCoordinator:
             self._recorder.alert("warning", "weights", f"round {update.round} of version {update.version}: {update.cause}")
         self._reported = update.phase
 
-    def _end(self, update: WeightUpdate) -> None:
+    def _end(self, update: WeightUpdate, now: float) -> None:
         self._update = None
         self._manifest = update.manifest
         if update.phase is UpdatePhase.DONE:
+            if self._times is not None:
+                self._recorder.add_to_next_step(self._times.metrics(now))
             self._events.append(events.UpdateDone(version=update.version))
             return
         self._recorder.record_weights(update, "failed")

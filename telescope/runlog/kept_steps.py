@@ -21,7 +21,7 @@ from telescope.records import Denominators, TrainItem
 from telescope.runlog.files import DamagedFile, open_file
 from telescope.runlog.layout import RunDirectory
 
-FORMAT = 1
+FORMAT = 2
 ARRAYS = ("ids", "mask", "logprobs", "versions")
 _STEP = re.compile(r"step_(\d{8})")
 DAMAGE = (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, BadZipFile, zlib.error, msgspec.MsgspecError)
@@ -52,6 +52,12 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     def version(self) -> int:
         """Of the weights that the step began with."""
         return self.step - 1
+
+
+class _HeaderFormat(msgspec.Struct):
+    """What every version of the header has; the rest may differ."""
+
+    format: int
 
 
 class KeptShard(msgspec.Struct, frozen=True):
@@ -135,12 +141,19 @@ def read(run: RunDirectory, step: int) -> list[KeptShard]:
 def _read(path: Path) -> KeptShard:
     try:
         with open_file(path) as opened, np.load(opened, allow_pickle=False) as file:
-            header = msgspec.msgpack.decode(file["header"].tobytes(), type=Header)
+            encoded = file["header"].tobytes()
+            written = msgspec.msgpack.decode(encoded, type=_HeaderFormat).format
+            if written != FORMAT:
+                raise NothingKept(
+                    f"{path} has format {written}, and this Telescope reads {FORMAT}: run the step again with the Telescope "
+                    "that kept it"
+                )
+            header = msgspec.msgpack.decode(encoded, type=Header)
             arrays = [file[name] for name in ARRAYS]
+    except NothingKept:
+        raise
     except DamagedFile as error:
         raise NothingKept(str(error)) from error
     except DAMAGE as error:
         raise NothingKept(f"{path} is damaged: {error}") from error
-    if header.format != FORMAT:
-        raise NothingKept(f"{path} has format {header.format}, and this version of the program reads {FORMAT}")
     return KeptShard(header, *arrays)

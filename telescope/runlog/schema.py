@@ -56,6 +56,7 @@ STREAMS: dict[str, Stream] = {
                 "version_first": "int",
                 "version_last": "int",
                 "logprob_mean": "float",
+                "temperature": "float",  # at which its tokens were sampled
                 "worker": "str",
                 "started_ns": "int",
                 "generated_ns": "int",
@@ -93,6 +94,7 @@ STREAMS: dict[str, Stream] = {
                 "reward": "float",
                 "advantage": "float",
                 "filtered": "json",
+                "temperature": "float",
                 "ids": "json",
                 "mask": "json",
                 "versions": "json",  # of the sampled tokens, in their order

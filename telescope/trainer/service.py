@@ -103,6 +103,8 @@ class TrainerService:
         self._sent_by = 0.0
         self._step = step
         self._stall_s = 0.0
+        self._waited_s = 0.0
+        """Without an order, since the last step."""
 
     def run(self) -> str:
         """Returns Stop's reason. Raises what the backend, the publisher or the link raises, and `OutOfOrder`."""
@@ -160,7 +162,9 @@ class TrainerService:
                 return self._put_off.popleft()
             if time.monotonic() > self._sent_by:
                 raise SenderStuck(f"sending weights did not end {BROKEN_OFF_S:g} s after its time was up")
+        started = time.perf_counter()
         delivery = self._link.receive(0.0 if self._put_off else POLL_S)
+        self._waited_s += time.perf_counter() - started
         if delivery is None or isinstance(delivery.body, AbortWeights | Stop):
             return delivery
         if not self._put_off and self._has_sent(0.0):
@@ -182,7 +186,7 @@ class TrainerService:
             raise OutOfOrder(
                 f"told to train step {order.step} when step {self._step} was the last: a step was lost or repeated"
             )
-        shard = _shard(order, arrays)
+        shard, waited = _shard(order, arrays), self._waited_s
         try:
             with self._room.step() if self._room is not None else nullcontext():
                 result = self._backend.train_step(shard)
@@ -190,15 +194,17 @@ class TrainerService:
             if self._keeper is not None and not isinstance(error, RankLost):
                 self._keeper.broke(shard, error)
             raise
-        self._step = order.step
+        self._step, self._waited_s = order.step, 0.0
         if self._keeper is not None:
             self._keeper.trained(shard, result)
         if self._timeline is not None:
             self._timeline.step(order.step, result.spans)
         log.info("step %d: %d trajectories in %.3f s", order.step, len(order.items), result.timings["timing_step_active"])
-        stall, self._stall_s = self._stall_s, 0.0
-        waited = {"timing_checkpoint_stall": stall} if stall else {}
-        return StepReport(order.step, result.metrics, result.timings | waited)
+        own = {"timing_waiting_for_data": waited}
+        if self._stall_s:
+            own["timing_checkpoint_stall"] = self._stall_s
+        self._stall_s = 0.0
+        return StepReport(order.step, result.metrics, result.timings | own)
 
     def _save(self, order: SaveCheckpoint, delivery: Delivery) -> None:
         """Holds training up until the state is copied off; the answer comes when it is written, from another thread."""

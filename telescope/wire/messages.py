@@ -150,6 +150,8 @@ class RolloutResult(Message):
     completion_tokens: int
     turns: int
     finish_reason: FinishReason
+    temperature: float
+    """At which each of its tokens was sampled."""
     prompt_text: str
     completion_text: str
     golden_answers: tuple[str, ...]

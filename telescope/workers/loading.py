@@ -55,6 +55,14 @@ class LoadedEnvironment:
     """Values that must not reach the run directory."""
     set_up_timeout_s: float = 300.0
     tear_down_timeout_s: float = 10.0
+    temperature: float | None = None
+    """Its own; None: the run's, and likewise with `max_tokens`."""
+    max_tokens: int | None = None
+
+    @property
+    def max_tokens_setting(self) -> str:
+        """The setting that limits its answers."""
+        return "rollout.max_tokens" if self.max_tokens is None else f"environments.{self.label}.max_tokens"
 
 
 def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
@@ -84,7 +92,17 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
         referring = [*(other.kwargs for other in config.environments.values()), config.cluster.env]
         secrets = secret_values(os.environ, referring)
         card = make_card(label, environment, prompts, entry.kwargs)
-        return LoadedEnvironment(label, environment, prompts, card, secrets, entry.set_up_timeout_s, entry.tear_down_timeout_s)
+        return LoadedEnvironment(
+            label,
+            environment,
+            prompts,
+            card,
+            secrets,
+            entry.set_up_timeout_s,
+            entry.tear_down_timeout_s,
+            entry.temperature,
+            entry.max_tokens,
+        )
 
 
 @contextlib.contextmanager

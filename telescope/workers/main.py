@@ -51,7 +51,7 @@ def run_worker(context: ProcessContext, signals: ProcessSignals) -> int:
     template = load_template(config.model, folder)
     deadline_s = config.cluster.placement_timeout_s / 2
     environments = {
-        label: leave_out_too_long(loaded, template, limits.max_prompt_tokens, deadline_s)
+        label: leave_out_too_long(loaded, template, limits.of(loaded).max_prompt_tokens, deadline_s)
         for label, loaded in load_environments(config).items()
     }
     hello = context.make_hello(

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class PlayLimits:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> PlayLimits:
-        """How every rollout of the run is sampled: the trainer's log-probs are those of the same distribution."""
+        """Those of the run. An environment may have some of its own (`of`)."""
         return cls(
             temperature=config.rollout.temperature,
             max_tokens=config.rollout.max_tokens,
@@ -57,6 +57,13 @@ class PlayLimits:
             support=config.rollout.support,
             stop=config.rollout.stop,
         )
+
+    def of(self, loaded: LoadedEnvironment) -> PlayLimits:
+        """With what the environment's entry sets itself. What its answers may not have is left to its prompts."""
+        temperature = self.temperature if loaded.temperature is None else loaded.temperature
+        max_tokens = self.max_tokens if loaded.max_tokens is None else loaded.max_tokens
+        longest = self.max_prompt_tokens + self.max_tokens - max_tokens
+        return replace(self, temperature=temperature, max_tokens=max_tokens, max_prompt_tokens=longest)
 
 
 class TurnSampler:
@@ -93,10 +100,10 @@ async def play(
     ask: Ask,
     generated: Callable[[RolloutOrder], None] = lambda order: None,
 ) -> tuple[RolloutResult | RolloutError, Arrays]:
-    """Play the order; `generated` hears when it asks for no more tokens.
+    """Play the order within `limits`, or the environment's own; `generated` hears when it asks for no more tokens.
 
     Raises nothing but cancellation: every failure becomes a RolloutError."""
-    started_ns = time.time_ns()
+    started_ns, limits = time.time_ns(), limits.of(loaded)
     turns = TurnSampler(order, limits, ask)
     chat = TokenChat(prompts.template, turns, limits.max_prompt_tokens, lambda: generated(order), max_tokens=limits.max_tokens)
     try:
@@ -105,7 +112,8 @@ async def play(
             with declare_secrets(loaded.secrets):
                 reward = await _score(loaded.environment, prompt, chat)
         recording = chat.recording()
-        return make_result(order, prompt, reward, recording, started_ns, loaded.secrets), _join_branches(recording)
+        result = make_result(order, prompt, reward, recording, started_ns, limits.temperature, loaded.secrets)
+        return result, _join_branches(recording)
     except (asyncio.CancelledError, Interrupted):
         raise
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too; it is counted by its cause

@@ -81,8 +81,8 @@ def leave_out_too_long(loaded: LoadedEnvironment, template: ChatTemplate, longes
     if too_long == len(prompts):
         raise EnvironmentBroken(
             f"environments.{loaded.label}: each of its {too_long} train prompts is longer than the {longest} tokens that "
-            f"inference.max_model_len - rollout.max_tokens leaves{_say_beside(told)} "
-            f"(shortest: {_find_shortest(measure, sample)}): raise inference.max_model_len or lower rollout.max_tokens"
+            f"inference.max_model_len - {loaded.max_tokens_setting} leaves{_say_beside(told)} "
+            f"(shortest: {_find_shortest(measure, sample)}): raise inference.max_model_len or lower {loaded.max_tokens_setting}"
         )
     return _leave_out(loaded, np.flatnonzero(fits)) if too_long else loaded
 

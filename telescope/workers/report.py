@@ -60,9 +60,16 @@ def score_policy_error(error: PolicyError) -> Reward:
 
 
 def make_result(
-    order: RolloutOrder, prompt: Prompt, reward: Reward, recording: Recording, started_ns: int, secrets: Collection[str]
+    order: RolloutOrder,
+    prompt: Prompt,
+    reward: Reward,
+    recording: Recording,
+    started_ns: int,
+    temperature: float,
+    secrets: Collection[str],
 ) -> RolloutResult:
-    """The score as it travels. Raises `BadReward` where a part of the reward has no form that does."""
+    """The score as it travels. `temperature`: at which all of it was sampled. Raises `BadReward` where a part of the reward has
+    no form that does."""
     with _refuse_formless("metrics"):
         metrics = {_clean(name, secrets, MAX_NAME_CHARACTERS): float(value) for name, value in reward.metrics.items()}
     with _refuse_formless("golden_answers"):
@@ -81,6 +88,7 @@ def make_result(
         completion_tokens=recording.completion_tokens,
         turns=recording.turns,
         finish_reason=recording.finish_reason,
+        temperature=temperature,
         prompt_text=_clean(recording.prompt_text, secrets),
         completion_text=_clean(recording.completion_text, secrets),
         golden_answers=golden_answers,

@@ -25,7 +25,8 @@ from tests.digits.batches import MAX_TOKENS, VARIANTS
 VOCABULARY = 7
 """So few that log-probs are near -2, where float32 steps by 1e-7: their error is the relative error of a ratio."""
 STEP = 5
-TEMPERATURE = 0.8
+TEMPERATURES = (0.8, 1.25)
+"""Of the groups in turn, so that most rows have both: whatever is packed with whom, each is trained at its own."""
 STEEP = 10.0
 """Makes the largest entry of an update about 1, the size of the largest weight: float32 then resolves 1e-7 of it."""
 PLAIN = "plain"
@@ -96,7 +97,7 @@ def plain_logprobs(model: torch.nn.Module, shard: TrainShard) -> tuple[np.ndarra
     for item in shard.items:
         start, end = end, end + item.length
         ids = torch.from_numpy(shard.ids[start:end].astype(np.int64))
-        logp = (model(ids[None]).logits[0].float() / TEMPERATURE).log_softmax(-1)[:-1]
+        logp = (model(ids[None]).logits[0].float() / item.temperature).log_softmax(-1)[:-1]
         logprobs += [np.zeros(1), logp.gather(1, ids[1:, None]).squeeze(1).double().numpy()]
         entropies += [np.zeros(1), -(logp.exp() * logp).sum(-1).double().numpy()]
     return np.concatenate(logprobs), np.concatenate(entropies)
@@ -124,7 +125,7 @@ def job(model: str, algorithm: Algorithm, world: World, packing: str, seed: int)
         model=ModelSettings(name=model),
         trainer=TrainerSettings(learning_rate=1.0, grad_clip=1e9, entropy_chunk_size=16, **rows),
         number_of_steps=STEP,
-        temperature=TEMPERATURE,
+        temperature=TEMPERATURES[0],
         max_tokens=MAX_TOKENS,
         seed=0,
         world=world,
@@ -160,6 +161,7 @@ def _draw(algorithm: Algorithm, random: np.random.Generator) -> TrainShard:
             length=len(own),
             advantage=float(advantages[rollout]),
             sequence_tokens=int(trained[rollout]),
+            temperature=TEMPERATURES[groups[rollout] % 2],
         )
         for rollout, own in zip(owners, masks, strict=True)
     )

@@ -20,8 +20,12 @@ VOCABULARY = 128
 LENGTHS = (5, 23, 11, 30, 7, 18, 40, 9)
 
 
-def make_shard(step: int = 1, lengths: Sequence[int] = LENGTHS, seed: int = 0, logprob: float = -3.0) -> TrainShard:
-    """Trajectories of 4 prompt tokens and the rest sampled, two a group, advantages drawn; the whole update is this shard."""
+def make_shard(
+    step: int = 1, lengths: Sequence[int] = LENGTHS, seed: int = 0, logprob: float = -3.0,
+    temperatures: Sequence[float] = (1.0,),
+) -> TrainShard:  # fmt: skip
+    """Trajectories of 4 prompt tokens and the rest sampled, two a group, advantages drawn; the whole update is this shard.
+    `temperatures` go to the trajectories in turn."""
     random = np.random.default_rng(seed)
     masks = [np.r_[np.zeros(4, np.uint8), np.ones(length - 4, np.uint8)] for length in lengths]
     advantages = random.standard_normal(len(lengths))
@@ -34,6 +38,7 @@ def make_shard(step: int = 1, lengths: Sequence[int] = LENGTHS, seed: int = 0, l
             length=length,
             advantage=float(advantages[index]),
             sequence_tokens=length - 4,
+            temperature=temperatures[index % len(temperatures)],
         )
         for index, length in enumerate(lengths)
     )

@@ -30,7 +30,7 @@ def row_of(samples: list[np.ndarray], padding: int = 0, kind: kernels.Kind = "sd
     places = np.flatnonzero(positions[1:real] != 0)
     boundaries = np.cumsum([0, *lengths])
     tensors = [torch.from_numpy(array) for array in (ids[None], positions[None], places, ids[places + 1])]
-    return RowInput(tensors[0], tensors[1], attention.segments(kind, boundaries, "cpu"), tensors[2], tensors[3])
+    return RowInput(tensors[0], tensors[1], attention.segments(kind, boundaries, "cpu"), tensors[2], tensors[3], 1.0)
 
 
 def draw(*lengths: int, seed: int = 3) -> list[np.ndarray]:
@@ -40,7 +40,7 @@ def draw(*lengths: int, seed: int = 3) -> list[np.ndarray]:
 
 @torch.no_grad()
 def logprobs_of(backend, row: RowInput, temperature: float = 1.0) -> torch.Tensor:
-    return backend._policy(row, temperature, 1024)[0]
+    return backend._policy(replace(row, temperature=temperature), 1024)[0]
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------

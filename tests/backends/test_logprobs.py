@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from telescope.backends.common.logprobs import _kernels, logprobs
-from telescope.maths.support import Support, left_out
+from telescope.maths.support import WHOLE, Support, left_out
 
 
 def plain(hidden, weight, targets, temperature):
@@ -94,7 +94,66 @@ def test_no_tensor_of_all_tokens_times_the_vocabulary_is_made():
     assert largest == 8 * 100
 
 
+EACH = (0.7, 1.0, 1.6)
+
+
+def mixed(tokens=11):
+    return torch.tensor([EACH[index % 3] for index in range(tokens)])
+
+
 SUPPORTS = [Support(top_k=4), Support(min_p=0.2), Support(top_p=0.7), Support(top_k=6, top_p=0.9, min_p=0.01)]
+
+
+@pytest.mark.parametrize("support", [WHOLE, *SUPPORTS])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_tokens_of_several_temperatures_are_those_of_each_alone_with_its_gradients(support, chunk):
+    hidden, weight, targets = case()
+    upstream = torch.randn(2, 11, generator=torch.Generator().manual_seed(6))
+    temperatures = mixed()
+
+    def gradients(logprob, entropy, picked):
+        loss = (logprob * upstream[0][picked]).sum() + (entropy * upstream[1][picked]).sum()
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    together = logprobs(hidden, weight, targets, temperatures, chunk, support)
+    found = gradients(*together, torch.arange(11))
+    expected = [torch.zeros_like(hidden), torch.zeros_like(weight)]
+    for one in EACH:
+        picked = (temperatures == one).nonzero()[:, 0]
+        alone = logprobs(hidden[picked], weight, targets[picked], one, chunk, support)
+        for mine, its in zip(together, alone, strict=True):
+            torch.testing.assert_close(mine[picked], its, rtol=2e-6, atol=2e-6)
+        for total, gradient in zip(expected, gradients(*alone, picked), strict=True):
+            total += gradient
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=2e-6, atol=4e-6)
+    at_one = logprobs(hidden, weight, targets, 1.0, chunk, support)[0]
+    assert (at_one - together[0])[temperatures != 1].abs().min() > 1e-3
+
+
+def test_one_temperature_makes_no_pass_more_over_the_logits():
+    """Every operation on a [chunk, V] tensor, forward and backward, is counted: one number costs what it did."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.wide = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            self.wide += isinstance(result, torch.Tensor) and result.shape == (11, 13)
+            return result
+
+    def count(temperature):
+        hidden, weight, targets = case()
+        with Count() as counted:
+            logprob, entropy = logprobs(hidden, weight, targets, temperature, 11)
+            torch.autograd.backward((logprob.sum(), entropy.sum()))
+        return counted.wide
+
+    assert count(0.7) == 16  # as many as before tokens could have their own
+    assert count(mixed()) == 17
 
 
 @pytest.mark.parametrize("support", SUPPORTS)

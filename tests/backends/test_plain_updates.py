@@ -22,6 +22,7 @@ from tests.backends.models import random_model
 from tests.backends.shards import in_minibatches, make_job, make_shard
 
 TEMPERATURE = 0.7
+MIXED = (0.7, 1.3, 1.0)
 RATE = 0.02
 LOW, HIGH, CAP = 0.03, 0.05, 1.1
 BASE, SAMPLER, BONUS = 0.5, 0.3, 0.2
@@ -38,6 +39,7 @@ class Sample:
     sampler: Tensor  # [n] log-probs
     advantage: float
     minibatch: int
+    temperature: float
 
 
 def with_tool_tokens(shard: TrainShard) -> TrainShard:
@@ -58,12 +60,13 @@ def samples(shard: TrainShard) -> Iterator[Sample]:
         here = slice(end, end := end + item.length)
         places = torch.from_numpy(np.flatnonzero(shard.mask[here]))
         sampler = torch.from_numpy(shard.logprobs[here])[places].double()
-        yield Sample(torch.from_numpy(shard.ids[here].astype(np.int64))[None], places, sampler, item.advantage, item.minibatch)
+        ids = torch.from_numpy(shard.ids[here].astype(np.int64))[None]
+        yield Sample(ids, places, sampler, item.advantage, item.minibatch, item.temperature)
 
 
 def taken(model: torch.nn.Module, sample: Sample, support: Support) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [n], of the sample alone. The cut goes token by token, as one would sample."""
-    logits = model(sample.ids).logits[0, sample.places - 1] / TEMPERATURE
+    logits = model(sample.ids).logits[0, sample.places - 1] / sample.temperature
     targets = sample.ids[0, sample.places]
     kept = torch.ones_like(logits, dtype=torch.bool)
     for place, row in enumerate(logits.detach() if support != WHOLE else ()):
@@ -92,11 +95,12 @@ def loss_of(models: tuple[torch.nn.Module, ...], group: list[Sample], old: list[
     return total / sum(len(sample.places) for sample in group)
 
 
+@pytest.mark.parametrize("temperatures", [(TEMPERATURE,), MIXED], ids=["one temperature", "three"])
 @pytest.mark.parametrize("support", [WHOLE, CUT], ids=["all tokens", "cut"])
-def test_two_updates_of_a_step_are_those_of_plain_torch(build, tmp_path, support: Support):
+def test_two_updates_of_a_step_are_those_of_plain_torch(build, tmp_path, support: Support, temperatures: tuple[float, ...]):
     folder = random_model(tmp_path / "model")
     model, base = (AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double() for _ in range(2))
-    shard = in_minibatches(with_tool_tokens(make_shard()), (4, 4))
+    shard = in_minibatches(with_tool_tokens(make_shard(temperatures=temperatures)), (4, 4))
     given = list(samples(shard))
     with torch.no_grad():
         near = [taken(model, sample, support)[0] for sample in given]

@@ -38,7 +38,7 @@ def passes(build, model: str, kept) -> tuple[dict, dict[str, int], int]:
         arrays = packing.arrange(row, shards.trajectories(shard), shard.items)
         _, given = backend._on_device(arrays)
         before = forward.alive()
-        logprob, _ = backend._policy(given, 1.0, 1024)
+        logprob, _ = backend._policy(given, 1024)
         alive = forward.alive() - before
     with Counting() as backward:
         logprob.sum().backward()

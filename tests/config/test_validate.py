@@ -144,6 +144,17 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
             "trainer.number_of_minibatches=17 must not be above orchestrator.prompts_batch_size_for_trainer=16: a",
         ),
         (
+            {"rollout": {"max_tokens": 10}, "environments": {"countdown": {"name": "countdown", "max_tokens": 11}}},
+            "environments.countdown.max_tokens=11 must not be above rollout.max_tokens=10",
+        ),
+        (
+            {
+                "environments": {"countdown": {"name": "countdown", "max_tokens": 5}},
+                "algorithm": {"name": "flat", "overlong_buffer_tokens": 7},
+            },
+            "algorithm.overlong_buffer_tokens=7 must be below environments.countdown.max_tokens=5",
+        ),
+        (
             {"rollout": {"max_tokens": 10}, "algorithm": {"name": "flat", "overlong_buffer_tokens": 10}},
             "algorithm.overlong_buffer_tokens=10 must be below rollout.max_tokens=10",
         ),

@@ -103,6 +103,7 @@ def make_batch(algorithm: Algorithm, seed: int, *, branches: bool = True, gap: f
             length=len(trajectory.ids),
             advantage=float(advantages[owner]),
             sequence_tokens=int(trained[owner]),
+            temperature=1.0,
         )
         for owner, trajectory in zip(owners, trajectories, strict=True)
     ]

@@ -20,9 +20,13 @@ def trajectory(ids, mask, logprobs=None):
     )
 
 
-def item(rollout, length, advantage=1.0, tokens=1):
+def item(rollout, length, advantage=1.0, tokens=1, temperature=1.0):
     return TrainItem(
-        rollout_id=rollout, group_id=0, sequence=rollout, length=length, advantage=advantage, sequence_tokens=tokens
+        *(rollout, 0, rollout),
+        length=length,
+        advantage=advantage,
+        sequence_tokens=tokens,
+        temperature=temperature,
     )
 
 

@@ -28,7 +28,8 @@ def answered(ids: list[int], logprobs: list[float]) -> Generated:
 
 
 def shard():
-    return doctor.as_shard(PROMPTS, [answered([30, 1], [-1.0, -2.0]), answered([31, 32, 1], [-3.0, -4.0, -5.0])])
+    answers = [answered([30, 1], [-1.0, -2.0]), answered([31, 32, 1], [-3.0, -4.0, -5.0])]
+    return doctor.as_shard(PROMPTS, answers, [1.0, 0.7])
 
 
 def test_prompts_and_answers_become_trajectories():
@@ -38,6 +39,7 @@ def test_prompts_and_answers_become_trajectories():
     assert made.logprobs[made.mask == 1].tolist() == [-1, -2, -3, -4, -5]
     assert np.isnan(made.logprobs[made.mask == 0]).all()
     assert [item.length for item in made.items] == [5, 5]
+    assert [item.temperature for item in made.items] == [1.0, 0.7]
     assert made.denominators[0].tokens == 5
 
 
@@ -64,21 +66,20 @@ def config(**changes: object) -> RunConfig:
     return RunConfig(environments=entries, algorithm=GRPO(), **settings)
 
 
-def test_the_trainers_log_probs_are_those_of_transformers_at_the_same_temperature():
+def test_the_trainers_log_probs_are_those_of_transformers_at_each_answers_temperature():
     import torch
     from transformers import AutoModelForCausalLM
 
     from telescope.config.models import model_source
 
     run = config(backend=FSDP(mixed_precision_dtype=None, context_parallel_size=2, replicas=2, reshard_after_forward=2))
-    run = run.model_copy(update={"rollout": run.rollout.model_copy(update={"temperature": 0.7})})
     made = shard()
     found = doctor.score(made, run, "cpu")
     model = AutoModelForCausalLM.from_pretrained(model_source("tiny_reverse")).float().eval()
-    for first, last in ((0, 5), (5, 10)):
+    for first, last, temperature in ((0, 5, 1.0), (5, 10, 0.7)):
         ids = torch.from_numpy(made.ids[first:last].astype(np.int64))[None]
         with torch.no_grad():
-            logp = (model(ids).logits[0, :-1] / 0.7).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+            logp = (model(ids).logits[0, :-1] / temperature).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
         here = made.mask[first:last] == 1
         assert np.abs(found[first:last][here] - logp[here[1:]]).max() < 1e-5
         assert np.isnan(found[first:last][~here]).all()

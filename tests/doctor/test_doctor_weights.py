@@ -52,7 +52,9 @@ def test_parameters_that_can_not_be_compared_are_said_to_be_so():
 
 def test_trajectories_are_dealt_out_to_ranks_with_opposite_advantages():
     whole = doctor.as_shard(
-        [*PROMPTS, PROMPTS[0]], [answered([30, 1], [-1, -2]), answered([31], [-3]), answered([7, 8], [-4, -5])]
+        [*PROMPTS, PROMPTS[0]],
+        [answered([30, 1], [-1, -2]), answered([31], [-3]), answered([7, 8], [-4, -5])],
+        [1.0, 1.0, 1.0],
     )
     first, second = spread(whole, 2)
     assert (first.ids.tolist(), second.ids.tolist()) == ([4, 20, 21, 30, 1, 4, 20, 21, 7, 8], [4, 22, 31])

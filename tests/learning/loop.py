@@ -154,6 +154,7 @@ def shard(step: int, kept: list[int], trajectories: list[Trajectory], groups: np
             length=len(trajectory.ids),
             advantage=float(advantages[row]),
             sequence_tokens=trajectory.trained_tokens,
+            temperature=1.0,
         )
         for sequence, (row, trajectory) in enumerate(zip(kept, chosen, strict=True))
     )

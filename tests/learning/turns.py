@@ -144,6 +144,7 @@ def _shard(step: int, kept: list[int], played: list[Recording], groups: np.ndarr
                     length=len(branch.ids),
                     advantage=float(advantages[row]),
                     sequence_tokens=played[row].completion_tokens,
+                    temperature=1.0,
                 )
             )
             branches.append(branch)

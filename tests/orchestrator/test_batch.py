@@ -314,6 +314,11 @@ def test_a_filtered_rollout_leaves_loss_and_counts_and_stays_in_the_baseline():
         "overlong_samples": 0.0,
         "truncated_tokens": 0.0,
         "length_penalty_mean": 0.0,
+        "advantage/mean": 0.0,
+        "advantage/std": pytest.approx(0.7**0.5),  # of all five: (1 + 1 + 0.25 + 0.25 + 1) / 5
+        "advantage/min": -1.0,
+        "advantage/max": 1.0,
+        "advantage/count": 5.0,
     }
 
 
@@ -340,6 +345,21 @@ def test_lengths_cost_reward_before_advantages_are_made_of_it():
     batch = make_batch(command, store, rule, ranks=1)
     assert batch.advantages.tolist() == [0.5, -0.5]
     assert batch.compute_metrics()["length_penalty_mean"] == -0.25
+
+
+def test_an_environments_own_limit_is_that_of_its_length_penalty():
+    """2 sampled tokens of a limit of 2 with a buffer of 2 cost all of the penalty; of the run's 12 they cost nothing."""
+    long = Recipe(RLOO(overlong_buffer_tokens=2, overlong_penalty=1.0), group_size=2, max_tokens=12)
+    short = replace(long, own_max_tokens={"countdown": 2})
+    for rule, cost in ((long, 0.0), (short, -1.0), (replace(long, own_max_tokens={"other": 2}), 0.0)):
+        rollout = make(20, 2, 1.0)
+        rule.shape_reward(rollout)
+        assert rollout.length_penalty == cost
+
+
+def test_items_carry_the_temperature_that_their_worker_names(store: RolloutStore):
+    shards = make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=2).shards
+    assert {item.temperature for shard in shards for item in shard.step.items} == {0.7}
 
 
 # ---- several epochs, and rewards within a range

@@ -78,6 +78,10 @@ async def test_reward_counts_discarded_rollouts_and_trained_reward_does_not(run:
     assert [row["status"] for row in rows(run, "rollouts")] == ["scored"] * 4 + ["ignored"]
     (batch,) = rows(run, "batches")
     assert batch["advantages"] == [1.0, -1.0]
+    assert {name: metrics[f"advantage/{name}"] for name in ("mean", "std", "min", "max", "count")} == {
+        "mean": 0.0, "std": 1.0, "min": -1.0, "max": 1.0, "count": 2.0,
+    }  # fmt: skip
+    assert {row["temperature"] for row in rows(run, "rollouts")} == {0.7}
     assert batch["baseline_group_ids"] == [1]
     assert batch["lag_versions"] == [1, 1]  # the oldest token of each is of version 4, trained in step 6
     (step,) = rows(run, "step_metrics")
@@ -107,10 +111,12 @@ async def test_time_counts_from_when_generation_may_begin(run: RunDirectory, mon
             )
         )  # fmt: skip
         clock[0] = ended
-        steps.append(recorder.record_step(StepReport(step=step, metrics={}, timings={}), counts()))
+        timings = {"timing_step_active": 1.5, "timing_waiting_for_data": 33.0}
+        steps.append(recorder.record_step(StepReport(step=step, metrics={}, timings=timings), counts()))
     recorder.write_summary(counts(), {})
     log.close()
     assert [metrics["timing_step_total"] for metrics in steps] == [4.0, 2.0]
+    assert [metrics["timing_waiting_for_data"] for metrics in steps] == [2.5, 33.0]  # the first began before the clock
     assert steps[0]["tokens_per_s/processed"] == steps[0]["tokens"] / 4
     assert steps[0]["tokens_per_s/trained"] < steps[0]["tokens_per_s/processed"]
     assert orjson.loads(run.summary_json.read_bytes())["seconds"]["training"] == 6.0

@@ -33,6 +33,7 @@ def done(rollout_id: int = 7, reward: float = 1.0, branch_lengths: tuple[int, ..
         completion_tokens=2,
         turns=1,
         finish_reason="stop",
+        temperature=0.7,
         prompt_text="use 3 5 make 8",
         completion_text="3+5",
         golden_answers=(),
@@ -99,6 +100,12 @@ def test_a_rollout_that_contradicts_itself_is_refused(wrong: tuple[np.ndarray, .
 def test_a_reward_that_is_no_number_is_refused_and_not_taken_for_zero():
     with pytest.raises(UnusableRollout, match="reward is nan"):
         Rollout(order()).score(done(reward=NAN), arrays(), NEWEST)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, np.inf])
+def test_a_temperature_that_nothing_can_be_divided_by_is_refused(temperature: float):
+    with pytest.raises(UnusableRollout, match=f"its temperature is {temperature}"):
+        Rollout(order()).score(msgspec.structs.replace(done(), temperature=temperature), arrays(), NEWEST)
 
 
 @pytest.mark.parametrize(

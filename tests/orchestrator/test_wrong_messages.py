@@ -186,8 +186,8 @@ def trajectory(version: int, mask: int = 1) -> tuple[np.ndarray, ...]:
 def done(order: RolloutOrder, version: int) -> m.RolloutResult:
     return m.RolloutResult(
         rollout_id=order.rollout_id, attempt=order.attempt, reward=float(order.sample % 2), metrics={}, branch_lengths=(3,),
-        prompt_tokens=2, completion_tokens=1, turns=1, finish_reason="stop", prompt_text="", completion_text="",
-        golden_answers=(), started_ns=1, generated_ns=2, scored_ns=3,
+        prompt_tokens=2, completion_tokens=1, turns=1, finish_reason="stop", temperature=1.0, prompt_text="",
+        completion_text="", golden_answers=(), started_ns=1, generated_ns=2, scored_ns=3,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -92,6 +93,25 @@ def test_a_killed_server_of_two_workers_leaves_no_shared_memory(start: Start, wh
 
 def shared_by_engines() -> set[str]:
     return {file.name for file in Path("/dev/shm").iterdir() if f"/dev/shm/{file.name}".startswith(SEGMENTS)}
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_environments_of_other_temperatures_are_trained_as_exactly_as_one(start: Start):
+    """Synchronous, so that each step trains what its own weights have sampled: in float32 both sides agree to 1e-6."""
+    own = ("environments.countdown.temperature=0.6", "environments.countdown.max_tokens=8")
+    two = ("experiment=reverse_letters", "env=[reverse_letters,countdown]", "orchestrator.max_async_rollout=0", *own)
+    run = start(*two, "inference.http=false", "number_of_steps=3")
+    assert run.wait(300) == 0, run.said()
+    assert all(row["metrics"]["logprob_difference"] < 1e-5 for row in run.rows("step_metrics"))
+    scored = [row for row in run.rows("rollouts") if row["status"] == "scored"]
+    assert {(row["environment"], row["temperature"]) for row in scored} == {("reverse_letters", 1.0), ("countdown", 0.6)}
+    assert longest_answer(scored, "countdown") == 8 < longest_answer(scored, "reverse_letters")
+
+
+def longest_answer(scored: list[dict[str, Any]], label: str) -> int:
+    return max(row["completion_tokens"] for row in scored if row["environment"] == label)
 
 
 def test_a_taken_port_is_said_before_the_engine_starts(start: Start):

@@ -255,6 +255,17 @@ def test_shards_of_all_ranks_become_one_and_shared_ones_count_once():
     assert [item.minibatch for item in shares[0].items] == sorted(item.minibatch for item in shares[0].items)
 
 
+def test_a_step_that_an_older_telescope_kept_is_refused_with_the_remedy(tmp_path):
+    run, _ = kept_run(tmp_path)
+    folder = run.kept(3)
+    folder.mkdir(parents=True)
+    items = [{"rollout_id": 1, "group_id": 0, "sequence": 0, "length": 1, "advantage": 0.5, "sequence_tokens": 0}]
+    header = np.frombuffer(msgspec.msgpack.encode({"format": 1, "step": 3, "items": items}), np.uint8)
+    np.savez(folder / "rank_0.npz", header=header, **{name: np.zeros(1) for name in kept_steps.ARRAYS})
+    with pytest.raises(kept_steps.NothingKept, match="has format 1, and this Telescope reads 2: run the step again with the"):
+        kept_steps.read(run, 3)
+
+
 def test_only_the_latest_steps_that_went_wrong_are_kept(tmp_path):
     run, config = kept_run(tmp_path)
     keeping = keeper(run, config)

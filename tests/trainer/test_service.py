@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -239,17 +240,33 @@ def train(bench: Bench, step: int) -> StepReport:
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_its_stall_is_told_once():
     bench = Bench()
-    assert train(bench, 1).timings == {"timing_step_active": 0.0}
+    assert without_waiting(train(bench, 1)) == {"timing_step_active": 0.0}
     number = bench.orders.tell(SaveCheckpoint(1, "/run/checkpoints/step_00000001.partial-a"))
     staged, answers = bench.answer()
     assert isinstance(staged, CheckpointStaged)
     assert (staged.step, answers) == (1, 0)
     step, folder, done = bench.trainer.saves.get(timeout=60)
     assert (step, folder) == (1, Path("/run/checkpoints/step_00000001.partial-a/trainer"))
-    assert train(bench, 2).timings == {"timing_step_active": 0.0, "timing_checkpoint_stall": staged.stall_s}
+    assert without_waiting(train(bench, 2)) == {"timing_step_active": 0.0, "timing_checkpoint_stall": staged.stall_s}
     done(Saved(1024, 0.5))
     assert bench.answer() == (CheckpointWritten(1, 1024, 0.5), number)
-    assert train(bench, 3).timings == {"timing_step_active": 0.0}
+    assert without_waiting(train(bench, 3)) == {"timing_step_active": 0.0}
+
+
+def without_waiting(report: StepReport) -> dict[str, float]:
+    return {name: seconds for name, seconds in report.timings.items() if name != "timing_waiting_for_data"}
+
+
+def test_a_step_says_how_long_its_rank_had_nothing_to_do_before_it():
+    bench = Bench()
+    train(bench, 1)
+    time.sleep(0.6)
+    begun = time.perf_counter()
+    waited = train(bench, 2).timings["timing_waiting_for_data"]
+    most = 0.6 + time.perf_counter() - begun
+    assert 0.5 < waited < most + 0.1
+    begun = time.perf_counter()
+    assert train(bench, 3).timings["timing_waiting_for_data"] < time.perf_counter() - begun + 0.1  # its own wait alone
 
 
 def test_a_failed_save_is_answered_with_its_cause_and_the_rank_goes_on():

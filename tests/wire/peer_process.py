@@ -15,7 +15,7 @@ from tests.wire.samples import hello, trajectory
 
 
 def result(order: RolloutOrder) -> RolloutResult:
-    return RolloutResult(order.rollout_id, order.attempt, 1.0, {}, (6,), 3, 3, 1, "stop", "", "", (), 1, 2, 3)
+    return RolloutResult(order.rollout_id, order.attempt, 1.0, {}, (6,), 3, 3, 1, "stop", 1.0, "", "", (), 1, 2, 3)
 
 
 def main() -> int:

@@ -98,7 +98,9 @@ SAMPLES = (
     Sample(m.GenerationEnded(11, 0)),
     Sample(m.PrefetchPrompts((PromptRef("countdown", "train", 7), PromptRef("countdown", "train", 3)))),
     Sample(
-        m.RolloutResult(11, 0, 1.0, {"format": 0.5}, (4, 2), 3, 3, 1, "stop", "2+2?", "4", ("4",), 10, 20, 30, ("easy",), "{}"),
+        m.RolloutResult(
+            11, 0, 1.0, {"format": 0.5}, (4, 2), 3, 3, 1, "stop", 0.7, "2+2?", "4", ("4",), 10, 20, 30, ("easy",), "{}"
+        ),
         trajectory(6),
         2,
         1,
@@ -117,7 +119,7 @@ SAMPLES = (
     Sample(
         m.TrainStep(
             1,
-            (TrainItem(11, 3, 0, 4, -0.5, 2), TrainItem(12, 4, 1, 3, 0.5, 1, 1)),
+            (TrainItem(11, 3, 0, 4, -0.5, 2, 0.7), TrainItem(12, 4, 1, 3, 0.5, 1, 1.0, 1)),
             (Denominators(2, 1, 1), Denominators(1, 1, 1)),
         ),
         trajectory(7),

@@ -156,7 +156,7 @@ async def test_every_message_of_the_protocol_passes_in_its_direction(hub: Hub, c
 async def test_a_large_train_step_arrives_whole(hub: Hub, connect) -> None:
     trainer = await connect("trainer-0", hub)
     tokens = 4_000_000
-    items = (m.TrainItem(1, 1, 0, tokens, 0.5, tokens // 2),)
+    items = (m.TrainItem(1, 1, 0, tokens, 0.5, tokens // 2, 1.0),)
     arrays = trajectory(tokens)
     hub.send("trainer-0", m.TrainStep(1, items, (m.Denominators(tokens // 2, 1, 1),)), arrays)
     there = await trainer.received()

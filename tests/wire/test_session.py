@@ -103,7 +103,7 @@ def joined(wire: Wire, name: str = "worker-0", **changes: object) -> PeerSession
 
 
 def done(peer: PeerSession, delivery: Delivery) -> int:
-    body = m.RolloutResult(11, 0, 1.0, {}, (6,), 3, 3, 1, "stop", "", "", (), 1, 2, 3)
+    body = m.RolloutResult(11, 0, 1.0, {}, (6,), 3, 3, 1, "stop", 1.0, "", "", (), 1, 2, 3)
     return peer.send(body, RawArrays.of(trajectory(6)), delivery.seq)
 
 

@@ -17,7 +17,7 @@ from telescope.wire.session import PeerSession
 from tests.wire.samples import ORDER, SAMPLING, completion, hello, trajectory
 
 CAPACITY = 3
-RESULT = m.RolloutResult(11, 0, 1.0, {}, (4,), 2, 2, 1, "stop", "", "", (), 1, 2, 3)
+RESULT = m.RolloutResult(11, 0, 1.0, {}, (4,), 2, 2, 1, "stop", 1.0, "", "", (), 1, 2, 3)
 
 
 class World:

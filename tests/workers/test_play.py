@@ -71,6 +71,18 @@ async def test_a_scored_rollout_carries_its_tokens_and_what_was_said(template: C
     assert sampling == Sampling(temperature=0.7, max_tokens=12, seed=11)
 
 
+async def test_an_environment_with_its_own_temperature_and_limit_is_sampled_so_and_says_so(template: ChatTemplate) -> None:
+    """Its prompts have the tokens that its answers may not have: 200 and 4 of 12."""
+    own = replace(loaded(Task()), temperature=1.5, max_tokens=4)
+    for place, expected in ((loaded(Task()), Sampling(0.7, 12, 11)), (own, Sampling(1.5, 4, 11))):
+        asked: list[Any] = []
+        done, _ = await play(order(), place, PromptCache(template), LIMITS, answering(template, "ba", asked))
+        assert isinstance(done, RolloutResult)
+        assert [sampling for _, _, sampling in asked] == [expected]
+        assert done.temperature == expected.temperature
+    assert (LIMITS.of(own).max_prompt_tokens, LIMITS.of(loaded(Task())).max_prompt_tokens) == (208, 200)
+
+
 async def test_branches_follow_one_another_in_the_frames(template: ChatTemplate) -> None:
     class TwoTurns(Task):
         async def play(self, prompt: Prompt, chat: Chat) -> Reward:

@@ -26,15 +26,15 @@ COMPILERS = ("gcc", "clang")
 
 
 def logprobs(
-    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, chunk: int, support: Support = WHOLE
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float | Tensor, chunk: int, support: Support = WHOLE
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of `targets` and entropy of the distribution at each token, both [T] float32, after `temperature` and over the
     tokens that `support` keeps. Which these are carries no gradient.
 
-    hidden: [T, H]; head_weight: [V, H] of the same dtype; targets: [T] int64. Both results carry gradients to hidden and
-    head_weight.
+    hidden: [T, H]; head_weight: [V, H] of the same dtype; targets: [T] int64; temperature: one number, or [T] float32, each
+    above 0, which costs a pass more over the logits. Both results carry gradients to hidden and head_weight.
     """
-    if temperature <= 0:
+    if not isinstance(temperature, Tensor) and temperature <= 0:
         raise ValueError(f"temperature={temperature} must be above 0")
     logprob, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head_weight, targets.contiguous(), temperature, chunk, support
@@ -84,7 +84,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, chunk: int, support: Support
+        ctx: Any,
+        hidden: Tensor,
+        head_weight: Tensor,
+        targets: Tensor,
+        temperature: float | Tensor,
+        chunk: int,
+        support: Support,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
         logprob = hidden.new_empty(tokens, dtype=torch.float32)
@@ -93,7 +99,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         fused = _fused(hidden)
         for start in range(0, tokens, chunk):
             here = slice(start, start + chunk)
-            logits, scale = _logits(hidden[here], head_weight, targets[here], temperature, support)
+            logits, scale = _logits(hidden[here], head_weight, targets[here], _part(temperature, here), support)
             if fused is not None:
                 fused.statistics(logits, targets[here], scale, (logprob[here], entropy[here], denominator[here]))
                 continue
@@ -102,8 +108,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logprob[here] = logits.gather(1, targets[here, None]).squeeze(1) - denominator[here]
             logits -= denominator[here, None]
             entropy[here] = -logits.exp().mul_(logits).sum(dim=-1)
-        ctx.save_for_backward(hidden, head_weight, targets, denominator, entropy)
-        ctx.temperature, ctx.chunk, ctx.support = temperature, chunk, support
+        each = temperature if isinstance(temperature, Tensor) else None
+        ctx.save_for_backward(hidden, head_weight, targets, denominator, entropy, each)
+        ctx.temperature, ctx.chunk, ctx.support = None if each is not None else temperature, chunk, support
         ctx.set_materialize_grads(False)
         return logprob, entropy
 
@@ -111,22 +118,26 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         """d logprob / d logits = (1[target] - p) / temperature; d entropy / d logits = -p (log p + entropy) / temperature."""
         of_logprob, of_entropy = gradients
-        hidden, head_weight, targets, denominator, entropy = ctx.saved_tensors
+        hidden, head_weight, targets, denominator, entropy, each = ctx.saved_tensors
         if of_logprob is None and of_entropy is None:
             return None, None, None, None, None, None
+        temperature, out_scale = (each, 1.0) if each is not None else (ctx.temperature, 1 / ctx.temperature)
+        if each is not None:  # the division by the temperature is done to what comes in, which is a number a token
+            of_logprob, of_entropy = (None if one is None else one / each for one in (of_logprob, of_entropy))
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(head_weight, dtype=torch.float32) if need_weight else None
         fused = _fused(hidden)
         for start in range(0, hidden.shape[0], ctx.chunk):
             here = slice(start, start + ctx.chunk)
-            logits, scale = _logits(hidden[here], head_weight, targets[here], ctx.temperature, ctx.support)
+            logits, scale = _logits(hidden[here], head_weight, targets[here], _part(temperature, here), ctx.support)
             upstream = [None if one is None else one[here] for one in (of_logprob, of_entropy)]
             facts = targets[here], denominator[here], entropy[here], *upstream
             if fused is not None:
-                d_logits = fused.gradient(logits, *facts, scale=scale, out_scale=1 / ctx.temperature, dtype=hidden.dtype)
+                d_logits = fused.gradient(logits, *facts, scale=scale, out_scale=out_scale, dtype=hidden.dtype)
             else:
-                d_logits = _gradient_of_logits(logits.mul_(scale), *facts).div_(ctx.temperature).to(hidden.dtype)
+                d_logits = _gradient_of_logits(logits.mul_(scale), *facts)
+                d_logits = (d_logits if each is not None else d_logits.div_(temperature)).to(hidden.dtype)
             del logits
             if d_hidden is not None:
                 d_hidden[here] = matmul_float32(d_logits, head_weight).to(hidden.dtype)
@@ -139,12 +150,22 @@ NEVER = -1e30
 """Logit of a token that can't be sampled: its probability is 0, and 0 times its log is 0, not NaN."""
 
 
-def _logits(hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, support: Support) -> tuple[Tensor, float]:
-    """[chunk, V] float32, and what they are still to be multiplied with: what `support` keeps is known after temperature."""
+def _part(temperature: float | Tensor, here: slice) -> float | Tensor:
+    """The chunk's: one number, or [chunk, 1]."""
+    return temperature[here, None] if isinstance(temperature, Tensor) else temperature
+
+
+def _logits(
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float | Tensor, support: Support
+) -> tuple[Tensor, float]:
+    """[chunk, V] float32, and what they are still to be multiplied with: what `support` keeps is known after temperature, and
+    each token's own temperature is no one number."""
     logits = matmul_float32(hidden, head_weight.t())
-    if support.is_whole:
+    if support.is_whole and not isinstance(temperature, Tensor):
         return logits, 1 / temperature
-    _cut(logits.div_(temperature), targets, support)
+    logits.div_(temperature)
+    if not support.is_whole:
+        _cut(logits, targets, support)
     return logits, 1.0
 
 

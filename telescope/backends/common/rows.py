@@ -16,6 +16,7 @@ from telescope.maths import packing
 class DeviceRow:
     """One packed row of T tokens, n of them sampled, S segments, on the device."""
 
+    temperature: float | np.ndarray  # of all sampled tokens, or [n] float32 where they differ; still on the host
     ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64
     sampled: Tensor  # [n] int64, where the mask is True
@@ -62,7 +63,15 @@ def to_device(arrays: packing.RowArrays, device: str) -> DeviceRow:
         arrays.segments,
         arrays.sequence_tokens,
     )
-    return DeviceRow(*(sent(array, device) for array in given))
+    return DeviceRow(_temperature(arrays, sampled), *(sent(array, device) for array in given))
+
+
+def _temperature(arrays: packing.RowArrays, sampled: np.ndarray) -> float | np.ndarray:
+    """One number wherever that is enough: it costs nothing on the device."""
+    each: np.ndarray = arrays.temperatures[arrays.segments[sampled]]
+    if not len(each):
+        return 1.0
+    return float(each[0]) if (each == each[0]).all() else each.astype(np.float32)
 
 
 def sent(array: np.ndarray, device: str) -> Tensor:

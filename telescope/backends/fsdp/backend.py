@@ -217,11 +217,11 @@ class FSDPBackend:
         row = rows.to_device(arrays, self._device)
         segments = attention.segments(self._policy.kind, arrays.boundaries, self._device, self._spread.context)
         piece = self._policy.piece(len(arrays.ids), np.flatnonzero(arrays.mask) - 1)
-        return row, RowInput(row.ids, row.position_ids, segments, row.sampled - 1, row.targets, piece)
+        return row, RowInput(row.ids, row.position_ids, segments, row.sampled - 1, row.targets, row.temperature, piece)
 
     def _logprobs_of(self, policy: Policy, given: RowInput) -> Tensor:
         job = self._job
-        return policy.logprobs_only(given, job.temperature, job.trainer.entropy_chunk_size, job.support)
+        return policy.logprobs_only(given, job.trainer.entropy_chunk_size, job.support)
 
     def _accumulate(self, row: PreparedRow, counts: Denominators, spans: PhaseTimer, tally: MetricSums) -> None:
         """Add one row's share of the gradient."""
@@ -233,7 +233,7 @@ class FSDPBackend:
                 reference = self._logprobs_of(self._reference, given)
         with spans.span("forward"):
             chunk = job.trainer.entropy_chunk_size
-            logprob, entropy = self._policy(given, job.temperature, chunk, support=job.support)
+            logprob, entropy = self._policy(given, chunk, support=job.support)
         with spans.span("loss_computation"):
             entropy = entropy if job.algorithm.trains_entropy else entropy.detach()
             packed = on_device.packed(logprob, entropy, old=row.old, reference=reference)

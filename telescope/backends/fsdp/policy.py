@@ -21,6 +21,7 @@ from telescope.backends.common.attention_choice import Kind
 from telescope.backends.common.context import Context, Piece
 from telescope.backends.common.logprobs import logprobs
 from telescope.backends.common.masks import Look
+from telescope.backends.common.rows import sent
 from telescope.backends.fsdp.gather import BucketPart
 from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
 from telescope.maths.support import WHOLE, Support
@@ -43,6 +44,7 @@ class RowInput:
     segments: attention.Segments
     places: Tensor  # [n] int64, the tokens before the sampled ones
     targets: Tensor  # [n] int64, the sampled tokens
+    temperature: float | np.ndarray  # of all of them, or [n] float32; FSDP would round a tensor to its precision
     piece: Piece | None = None
     """What of it is this rank's, where ranks share rows."""
 
@@ -66,43 +68,45 @@ class Policy(nn.Module):
         """Tokens of the shortest sample that would fit into a row and of which a layer's mask, which attention here does not
         make, hides something; None: there is none."""
 
-    def forward(
-        self, row: RowInput, temperature: float, chunk: int, whole_logits: bool = False, support: Support = WHOLE
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [n] of the sampled tokens, float32. `whole_logits`: by the model's own head, for checks.
+    def forward(self, row: RowInput, chunk: int, whole_logits: bool = False, support: Support = WHOLE) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [n] of the sampled tokens, float32. `whole_logits`: by the model's own head, for checks, at
+        one temperature.
 
         Where ranks share the row each runs its own tokens, and all get all results.
         """
         context, piece = self.context, row.piece
         if context is None or piece is None:
-            return self._run(row, temperature, chunk, whole_logits, support)
+            return self._run(row, chunk, whole_logits, support)
+        each = row.temperature
         own = replace(
             row,
             ids=row.ids[:, piece.tokens],
             position_ids=row.position_ids[:, piece.tokens],
             places=row.places[piece.sampled] - piece.tokens.start,
             targets=row.targets[piece.sampled],
+            temperature=each[piece.sampled] if isinstance(each, np.ndarray) else each,
         )
-        logprob, entropy = self._run(own, temperature, chunk, whole_logits, support)
+        logprob, entropy = self._run(own, chunk, whole_logits, support)
         count = len(row.places)
         return context.joined(logprob, piece, count), context.joined(entropy, piece, count)
 
-    def _run(
-        self, row: RowInput, temperature: float, chunk: int, whole_logits: bool, support: Support
-    ) -> tuple[Tensor, Tensor]:
+    def _run(self, row: RowInput, chunk: int, whole_logits: bool, support: Support) -> tuple[Tensor, Tensor]:
         kwargs = {"input_ids": row.ids, "position_ids": row.position_ids, "use_cache": False, "row": row.segments}
         if whole_logits:
-            logp = (self.lm(**kwargs).logits[0, row.places].float() / temperature).log_softmax(-1)
+            logp = (self.lm(**kwargs).logits[0, row.places].float() / float(row.temperature)).log_softmax(-1)
             return logp.gather(1, row.targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
         hidden = self.lm.get_decoder()(**kwargs).last_hidden_state[0]  # [T, H]
         head = self.lm.get_output_embeddings().weight
-        return logprobs(hidden.index_select(0, row.places).to(head.dtype), head, row.targets, temperature, chunk, support)
+        taken = hidden.index_select(0, row.places).to(head.dtype)
+        each = row.temperature
+        temperature = sent(each, str(row.ids.device)) if isinstance(each, np.ndarray) else each
+        return logprobs(taken, head, row.targets, temperature, chunk, support)
 
     @torch.no_grad()
-    def logprobs_only(self, row: RowInput, temperature: float, chunk: int, support: Support = WHOLE) -> Tensor:
+    def logprobs_only(self, row: RowInput, chunk: int, support: Support = WHOLE) -> Tensor:
         """Log-probs [n] alone, without gradient. As any forward pass it is a collective, and leaves weights gathered that the
         next one needs."""
-        logprob: Tensor = self(row, temperature, chunk, support=support)[0]
+        logprob: Tensor = self(row, chunk, support=support)[0]
         return logprob
 
     def shard(
@@ -194,16 +198,16 @@ class Policy(nn.Module):
         vocabulary = self.lm.get_input_embeddings().weight.shape[0]
         tokens = 9 if self.context is None else -(-9 // self.context.size) * self.context.size
         first, second, other = np.random.default_rng(0).integers(0, vocabulary, (3, tokens))
-        rows = [self._sample_row([first, second], device), self._sample_row([other, second], device)]
+        rows = [self._sample_row([beside, second], device, temperature) for beside in (first, other)]
         try:
-            together, beside_other = (self(row, temperature, 16)[0][tokens - 1 :] for row in rows)
+            together, beside_other = (self(row, 16)[0][tokens - 1 :] for row in rows)
         except (TypeError, AttributeError, LookupError, NotImplementedError) as error:
             raise UnfitModel(
                 f"{type(self.lm).__name__} ends its first pass over a packed row with {type(error).__name__}: {error}; its "
                 f"layers do not go with what this backend hands them, or the kernels of attention={self.kind} do not: name "
                 "another model.name, or set another backend.attention (sdpa works everywhere)"
             ) from error
-        alone = self(self._sample_row([second], device), temperature, 16, whole_logits=True)[0]
+        alone = self(self._sample_row([second], device, temperature), 16, whole_logits=True)[0]
         look = self._look(second, device, temperature, job.trainer.seq_len)
         self.free_gathered()
         name = type(self.lm).__name__
@@ -237,14 +241,14 @@ class Policy(nn.Module):
     def _look(self, sample: np.ndarray, device: str, temperature: float, seq_len: int) -> Look:
         """A pass of its own, whose results nobody compares: compiled layers would be compiled once more to be given a mask, so
         they run as they are written, and in half precision round otherwise than those that train."""
-        row = self._sample_row([sample], device)
+        row = self._sample_row([sample], device, temperature)
         row.segments.look = look = Look(seq_len)
         with look.at(attention.NAMES[self.kind]), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "flex_attention called without")  # it is compiled in all other passes
-            self(row, temperature, 16, whole_logits=True)
+            self(row, 16, whole_logits=True)
         return look
 
-    def _sample_row(self, samples: list[np.ndarray], device: str) -> RowInput:
+    def _sample_row(self, samples: list[np.ndarray], device: str, temperature: float) -> RowInput:
         """All tokens but each sample's first as sampled ones; padded where ranks share it, so that it can be cut."""
         total = sum(len(sample) for sample in samples)
         padding = 0 if self.context is None else -total % self.context.size
@@ -259,7 +263,7 @@ class Policy(nn.Module):
         ids_, positions_, places_, targets_ = (torch.from_numpy(array).to(device) for array in arrays)
         boundaries = np.cumsum([0, *lengths])
         segments = attention.segments(self.kind, boundaries, device, self.context)
-        return RowInput(ids_, positions_, segments, places_, targets_, self.piece(len(ids), places))
+        return RowInput(ids_, positions_, segments, places_, targets_, temperature, self.piece(len(ids), places))
 
     def piece(self, tokens: int, places: np.ndarray) -> Piece | None:
         """What of a row of `tokens` tokens, with log-probs wanted at `places`, this rank runs; None: all."""

@@ -169,7 +169,7 @@ def _make_decoder(config: RunConfig) -> Decode:
 
 
 class Recomputer:
-    """One version's weights, in float32."""
+    """One version's weights, in float32. `temperature`: the run's, for rows of runs that had no other."""
 
     def __init__(self, model: Any, version: int, temperature: float, support: Support) -> None:
         self._model = model
@@ -194,16 +194,16 @@ class Recomputer:
         mine = np.asarray(row["versions"]) == self.version
         found = np.full(len(places), np.nan, np.float32)
         if mine.any():
-            found[mine] = self._score(row["ids"], places[mine])
+            found[mine] = self._score(row["ids"], places[mine], row.get("temperature") or self._temperature)
         return found
 
-    def _score(self, ids: Sequence[int], places: np.ndarray) -> np.ndarray:
+    def _score(self, ids: Sequence[int], places: np.ndarray, temperature: float) -> np.ndarray:
         import torch
 
         given, asked = torch.tensor(ids)[None], torch.from_numpy(places)
         with torch.inference_mode():
             # A token's log-prob stands at the place before it; logits of no other places are made.
-            logits: Tensor = self._model(given, use_cache=False, logits_to_keep=asked - 1).logits[0].float() / self._temperature
+            logits: Tensor = self._model(given, use_cache=False, logits_to_keep=asked - 1).logits[0].float() / temperature
             targets = given[0, asked]
             if not self._support.is_whole:
                 logits = logits.masked_fill(left_out(logits, targets, self._support), -float("inf"))

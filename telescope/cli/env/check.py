@@ -141,7 +141,8 @@ async def _check(
     template = load_template(config.model, model_folder(config.model.name))
     whole = load_environments(config)[asked.name]
     limits = PlayLimits.from_config(config)
-    loaded = leave_out_too_long(whole, template, limits.max_prompt_tokens, config.cluster.placement_timeout_s)
+    longest = limits.of(whole).max_prompt_tokens
+    loaded = leave_out_too_long(whole, template, longest, config.cluster.placement_timeout_s)
     policy = _make_policy(config, asked, template, loaded)
     played = await _play_all(
         loaded, template, limits, policy, min(asked.prompts, loaded.card.split_sizes["train"]), asked.samples
@@ -153,7 +154,8 @@ async def _check(
         label=asked.name,
         sizes=loaded.card.split_sizes,
         too_long=loaded.card.too_long,
-        longest=limits.max_prompt_tokens,
+        longest=longest,
+        max_tokens_setting=loaded.max_tokens_setting,
         reward_range=config.reward_range(asked.name),
         metrics_ranges=loaded.environment.metrics_ranges,
         same_prompts=same,

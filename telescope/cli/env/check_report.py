@@ -45,6 +45,8 @@ class Stated:
     """Of the chat template."""
     right: Callable[[PromptRef], str] | None = None
     """The right answers, where these were said."""
+    max_tokens_setting: str = "rollout.max_tokens"
+    """What limits its answers."""
 
 
 def write_report(stated: Stated, played: Sequence[Played], template: ChatTemplate) -> tuple[list[str], bool]:
@@ -142,7 +144,7 @@ def _list_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
     if stated.too_long:
         yield (
             f"{stated.too_long:,} train prompts have more than {stated.longest:,} tokens and are left out: raise "
-            "inference.max_model_len or lower rollout.max_tokens"
+            f"inference.max_model_len or lower {stated.max_tokens_setting}"
         )
     if stated.same_prompts is False:
         yield (
@@ -156,7 +158,7 @@ def _list_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
     yield from _find_metric_warnings(stated, done)
     cut = sum(each.body.finish_reason == "length" for each in done if isinstance(each.body, RolloutResult))
     if cut:
-        yield f"{cut} of {len(done)} last answers were cut off at rollout.max_tokens"
+        yield f"{cut} of {len(done)} last answers were cut off at {stated.max_tokens_setting}"
 
 
 def _find_wrong_answers(stated: Stated, done: Sequence[Played]) -> Iterator[str]:

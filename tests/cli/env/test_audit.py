@@ -138,14 +138,15 @@ def test_a_model_that_is_not_here_leaves_the_texts_out(run: RunDirectory, capsys
 def test_recomputed_log_probs_stand_beside_those_of_their_version_alone(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of `ab` → `a<eos>` the first token is of version 0, the second of version 1."""
+    """Of `ab` → `a<eos>` the first token is of version 0, the second of version 1. It was sampled at 0.7, which is not the
+    run's temperature."""
     assert main(["audit", str(run.path), "--rollout", "20", "--recompute"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["#", "id", "mask", "version", "log-prob", "version", "0", "|diff|", "advantage", "text"]
     assert lines[2].split() == ["0", "4", "0", "·", "·", "·", "·", "·", "'<|user|>'"]
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED / "tiny", dtype=torch.float32).eval()
     with torch.inference_mode():
-        expected = float(model(torch.tensor([[4, 71, 72, 5]])).logits[0, -1].log_softmax(-1)[71])
+        expected = float(model(torch.tensor([[4, 71, 72, 5]])).logits[0, -1].div(0.7).log_softmax(-1)[71])
     first = lines[6].split()
     assert (first[:5], first[7:]) == (["4", "71", "1", "0", "-1.00000"], ["+1.0000", "'a'"])
     assert float(first[5]) == pytest.approx(expected, abs=1e-5)
