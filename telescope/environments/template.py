@@ -71,6 +71,8 @@ class ChatTemplate:
         self._anchor = self.end_texts[eos_ids[0]]
         self._anchor_ids = self._encode(self._anchor)
         self._remembered: LruCache[str, Rendered] = LruCache(remembered)
+        self.form: AnswerForm = find_answer_form(self._try, list(self.end_texts.values()))
+        """How the template wants earlier answers: found out here, by some tens of dialogues, and not beside a rollout."""
 
     def opening(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = ()) -> Rendered:
         """A dialogue's first prompt. Remembered, because all samples of a group ask for the same one."""
@@ -197,17 +199,11 @@ class ChatTemplate:
         except TemplateError:
             return False
 
-    @cached_property
-    def form(self) -> AnswerForm:
-        """How the template wants earlier answers; found out by rendering, once."""
-
-        def render(turns: Sequence[Turn], *, header: bool) -> str | None:
-            try:
-                return self.text(turns, header=header)
-            except TemplateError:
-                return None
-
-        return find_answer_form(render, list(self.end_texts.values()))
+    def _try(self, turns: Sequence[Turn], *, header: bool) -> str | None:
+        try:
+            return self.text(turns, header=header)
+        except TemplateError:
+            return None
 
     def find_opening(self, prompt: str) -> str:
         """The end of a prompt that opens a thought, in any of the known tags or in this template's own mark; "" for none."""

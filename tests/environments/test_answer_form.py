@@ -157,7 +157,7 @@ def test_each_way_of_writing_thoughts_goes_on_exactly_or_begins_a_branch_for_a_r
 @pytest.mark.parametrize("source", [OPENED, EMPTY, BETWEEN_MARKS, CHANNELS, KEPT_BEHIND_TEXT])
 def test_the_check_finds_what_the_sampled_text_as_content_would_do(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What went wrong before templates were asked: a thought behind an empty one, marks in marks, a template's refusal."""
-    monkeypatch.setattr(ChatTemplate, "form", AnswerForm())
+    monkeypatch.setattr("telescope.environments.template.find_answer_form", lambda *_: AnswerForm())
     verdict: Verdict = check_template("own", source)
     assert verdict.refused or "MALFORMED" in verdict.turns
 

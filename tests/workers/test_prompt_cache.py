@@ -43,7 +43,11 @@ class SlowTokenizer:
 
 def slow(template: ChatTemplate, gate: threading.Event) -> tuple[ChatTemplate, SlowTokenizer]:
     tokenizer = SlowTokenizer(template.tokenizer, gate)
-    return ChatTemplate(tokenizer, [1]), tokenizer
+    gate.set()  # a template is rendered when it is loaded, before there is a loop
+    lazy = ChatTemplate(tokenizer, [1])
+    gate.clear()
+    tokenizer.threads.clear()
+    return lazy, tokenizer
 
 
 async def loop_goes_on_while(held_up: Callable[[], bool]) -> None:
