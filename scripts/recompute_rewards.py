@@ -1,6 +1,8 @@
-"""Recomputes a run's headline from its rows alone, and says whether summary.json tells the same.
+"""Recomputes a run's headline from its rows alone, and says whether what was told of it is the same.
 
-    python scripts/recompute_rewards.py RUN_DIR ...
+    python scripts/recompute_rewards.py RUN_DIR_OR_SWEEP_DIR ...
+
+Of a run that is summary.json and `telescope runs list`, of a sweep the objective of each of its points as well.
 
 Shares no code with what wrote the summary: a group belongs to the version in its first row of state `queued`, its scores are
 the `scored` rows of `rollouts`, and a version counts once each of its groups has a row that ends it. Exits 1 where a number
@@ -10,8 +12,10 @@ differs.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -24,6 +28,7 @@ from telescope.runlog.reader import rows
 ENDS = ("complete", "cancelled", "failed")
 AT_EACH_END = 5
 CLOSE = 1e-12
+LIST_S = 120.0
 
 
 def recompute(run: RunDirectory) -> dict[str, float | None]:
@@ -72,13 +77,31 @@ def find_differences(run: RunDirectory) -> list[str]:
     ]
 
 
+def find_other_values(folder: Path, rewards: dict[Path, float | None]) -> Iterator[str]:
+    """A sentence for each number of `runs list` and of the folder's sweep.json that is not the run's of `rewards`."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "telescope", "runs", "list", "--json", str(folder)],
+        check=True, capture_output=True, text=True, timeout=LIST_S, cwd=ROOT,
+    ).stdout  # fmt: skip
+    told = [("`runs list`", Path(row["run_dir"]), row["reward"]) for row in map(json.loads, listed.splitlines())]
+    if (folder / "sweep.json").is_file():
+        points = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["points"]
+        told += [("sweep.json", Path(point["run_dir"]), point["value"]) for point in points]
+    for where, path, value in told:
+        found = rewards[path.resolve()]
+        if (value is None) != (found is None) or abs((value or 0) - (found or 0)) > CLOSE:
+            yield f"{path}: the reward is {value} in {where} and {found} by the rows"
+
+
 def main() -> int:
     failed = False
-    for name in sys.argv[1:]:
-        run = RunDirectory(Path(name))
-        differences = find_differences(run)
-        failed = failed or bool(differences)
-        print("\n".join(differences) if differences else f"{name}: the same, {recompute(run)}")
+    for folder in (Path(name).resolve() for name in sys.argv[1:]):
+        runs = [folder] if (folder / "run.json").is_file() else sorted(file.parent for file in folder.glob("*/run.json"))
+        found = {path: recompute(RunDirectory(path)) for path in runs}
+        differences = [sentence for path in runs for sentence in find_differences(RunDirectory(path))]
+        differences += find_other_values(folder, {path: one["reward_policy_last"] for path, one in found.items()})
+        failed = failed or bool(differences) or not runs
+        print("\n".join(differences or [f"{path}: the same, {one}" for path, one in found.items()]))
     return int(failed)
 
 

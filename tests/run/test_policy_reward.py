@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.recompute_rewards import find_differences, recompute
+from scripts.recompute_rewards import find_differences, find_other_values, recompute
 from tests.run.conftest import Start
 
 
@@ -47,3 +47,14 @@ def test_a_difference_is_found(start: Start):
     Path(run.directory.summary_json).write_text(json.dumps(told))
     (sentence,) = find_differences(run.directory)
     assert "reward_policy_last" in sentence
+
+
+def test_the_list_of_runs_tells_the_same(start: Start):
+    run = start("experiment=fake", "number_of_steps=4")
+    assert run.wait() == 0, run.said()
+    folder = run.directory.path.resolve()
+    found = recompute(run.directory)["reward_policy_last"]
+    assert found is not None
+    assert list(find_other_values(folder, {folder: found})) == []
+    (sentence,) = find_other_values(folder, {folder: found + 0.01})
+    assert "in `runs list`" in sentence
