@@ -54,7 +54,8 @@ class Journal:
         os.close(self._descriptor)
 
     def _redact(self, match: re.Match[bytes]) -> bytes:
-        text: str = json.loads(match["text"])
+        told = match["text"]
+        text: str = json.loads(told) if b"\\" in told else told[1:-1].decode()
         clean = self._redactor.text(text)
         return match.group() if clean == text else match["key"] + json.dumps(clean, ensure_ascii=False).encode()
 
