@@ -8,13 +8,29 @@ fixed number of times, whatever it holds. Refuses to judge what it finds.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_.-]*$")
 _LATEX = re.compile(r"\\{1,3}(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{0,8}([-+]?[0-9][0-9.,/]*|[A-Z](?!\w)))|\\.|[{}]", re.DOTALL)
 _OPENED = re.compile(r"<(think|thinking|reasoning|thought)>\s*$")
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|think|>", "<|end|>"),
+)
+"""With what models open and close a thought; gpt-oss thinks in a channel (`say_channels`)."""
+_ONLY_BY_PROMPT = tuple((f"<{tag}>", f"</{tag}>") for tag in ("thinking", "reasoning", "thought"))
+_CHANNEL = "<|channel|>"
+_CHANNELS = re.compile(r"\s*(?:<\|start\|>\w{0,64})?\s*(?:to=[^\s<]{1,256}\s*)?<\|channel\|>")
+HARMONY_TO = re.compile(r"to=(?:functions\.)?([\w.-]{1,256})")
+_HARMONY_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
+_HARMONY_END = re.compile(r"<\|(?:end|call|return)\|>")
 _FENCE = re.compile(r"^([ ]{0,3})(`{3,64}|~{3,64})([^`\n]{0,200})$", re.MULTILINE)
 _LANGUAGE = re.compile(r"[ \t]*(?:\{[ ]*\.?)?([A-Za-z][\w+#-]*)")
 
@@ -59,6 +75,60 @@ def find_opening(prompt: str) -> str:
     return match[0] if match else ""
 
 
+def strip_thought(answer: str, *, channels: bool = True) -> str:
+    """The answer behind its thought: `<think>…</think>` at its start, or all up to `</think>` where the prompt opened it; and
+    so with the marks of other models. Of channels, what is said and the calls; as they stand without `channels`.
+
+    A thought that never ends is all thought: "".
+    """
+    said = _leave_thought(answer, THOUGHTS)
+    if said is not None and channels and _CHANNELS.match(said):
+        said = say_channels(said)
+    return said or ""
+
+
+def _leave_thought(answer: str, marks: Sequence[tuple[str, str]]) -> str | None:
+    """Behind a thought in one of these marks that the answer or its prompt opened; None for one that never ends."""
+    opened_by = answer.opening.strip() if isinstance(answer, Answer) else ""
+    if opened_by.startswith(_CHANNEL):
+        return opened_by + answer
+    start = answer.lstrip()
+    for opening, closing in (*marks, *_ONLY_BY_PROMPT):
+        opened = opened_by == opening or (start.startswith(opening) and (opening, closing) not in _ONLY_BY_PROMPT)
+        if not opened and opening != "<think>":
+            continue
+        end = answer.find(closing)
+        if end >= 0 and (opened or opening not in answer[:end]):
+            return answer[end + len(closing) :]
+        if opened:
+            return None
+    return answer
+
+
+def say_channels(text: str) -> str | None:
+    """What the messages of gpt-oss say, analysis left out and calls as they were written; None for analysis alone."""
+    said: list[str] = []
+    for message, head, body in split_channels(text):
+        if HARMONY_TO.search(head):
+            said.append(message)
+        elif body is not None and not is_analysis(head):
+            said.append(body)
+    return "".join(said) if said else None
+
+
+def split_channels(text: str) -> Iterator[tuple[str, str, str | None]]:
+    """(message, its head, its body) of a text of channels; a body of None never began."""
+    for message in text.split("<|start|>"):
+        head, begun, body = message.partition("<|message|>")
+        yield message, head, _HARMONY_END.split(body, maxsplit=1)[0] if begun else None
+
+
+def is_analysis(head: str) -> bool:
+    """Whether the head of a message names the channel of thoughts."""
+    channel = _HARMONY_CHANNEL.search(head)
+    return channel is not None and channel[1] == "analysis"
+
+
 @dataclass(frozen=True)
 class Whole:
     """The whole answer counts."""
@@ -86,9 +156,19 @@ class ThinkTags:
         _check_names((self.tag,))
 
     def parse(self, completion: str) -> str | None:
-        """From behind the last closing tag; None where a thought was begun, by the answer or by its prompt, and never ended."""
-        _, closed, rest = completion.rpartition(f"</{self.tag}>")
-        opened = self.opened or (isinstance(completion, Answer) and completion.opened_by == self.tag)
+        """From behind the last closing tag; None where a thought was begun, by the answer or by its prompt, and never ended.
+        As `<think>`, so the marks of other models."""
+        opened = self.opened or (
+            isinstance(completion, Answer)
+            and (completion.opened_by == self.tag or completion.opening.strip() == f"<{self.tag}>")
+        )
+        said: str | None = completion
+        if self.tag == "think":
+            said = _leave_thought(completion, THOUGHTS[1:])
+            said = say_channels(said) if said is not None and _CHANNELS.match(said) else said
+        if said is None:
+            return None
+        _, closed, rest = said.rpartition(f"</{self.tag}>")
         if (not closed and opened) or f"<{self.tag}>" in rest:
             return None
         return self.inner.parse(rest)

@@ -139,6 +139,18 @@ def test_an_answer_is_taken_out_of_the_sentence_that_gives_it(text: str, found: 
 
 
 @pytest.mark.parametrize(
+    ("wanted", "given"),
+    [
+        ("2^{e^2}", "2^exp(2)"), (r"2^{\sqrt{2}}", "2^sqrt(2)"), (r"2^{|x|}", "2^abs(x)"), ("2^{e^2}", r"2^\exp(2)"),
+        ("2^{e^{e^2}}", "2^exp(exp(2))"), (r"2^{\sqrt{2}}", "2**sqrt(2)"),
+    ],
+)  # fmt: skip
+def test_a_call_in_an_exponent_keeps_together(wanted: str, given: str) -> None:
+    known = compare_exactly(wanted, given)
+    assert (compare_symbolically(wanted, given) if known is None else known) is True
+
+
+@pytest.mark.parametrize(
     ("text", "found"),
     [
         (r"\boxed 7", "7"), (r"\boxed 7.", "7"), (r"\\boxed{7}", "7"), (r"\fbox{7}", "7"),
@@ -162,6 +174,11 @@ def test_a_box_is_written_in_several_ways(text: str, found: str | None) -> None:
         ("The answer is A, and B is wrong.", "A"), ("The answer is A, B and C are wrong.", "A"), (r"\boxed{A. B cells}", "A"),
         ("The answer is A. B, C and D are not.", "A"), ("A is wrong, and B is correct.", "B"),
         ("The answer is A, and B is right too.", None),
+        ("a) is wrong, so C", "C"), ("a. I think it is C", "C"), ("a) 5 b) 6 so b)", "B"), ("a. b. c. d.", None),
+        ("d) None of these? No. It is (A).", "A"), ("a. First, eliminate. So it must be D", "D"),
+        ("<answer>b) is false; C</answer>", None), ("b. 4", "B"), (r"\boxed{b) 4 m/s}", "B"), ("a) A cat", "A"),
+        (r"\boxed{5\text{ and a half}} Answer: C", "C"), (r"\boxed{\text{half of a pie}} Answer: C", "C"),
+        (r"\boxed{c}", "C"), (r"\boxed{\text{option c}}", "C"), (r"\boxed{(c)}", "C"),
         ("Answer: Because of that.", None), (r"\boxed{AB}", None), ("(A) is false. So (D) is the answer.", "D"),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.environments.parsers import AnswerTags, Boxed, CodeBlock, ThinkTags, Whole, XMLFields
+from telescope.environments.parsers import Answer, AnswerTags, Boxed, CodeBlock, ThinkTags, Whole, XMLFields, strip_thought
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
 PLAIN = TEXTS.filter(lambda text: not set(text) & set("<>`\\{}\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"))
@@ -50,6 +50,28 @@ PLAIN = TEXTS.filter(lambda text: not set(text) & set("<>`\\{}\r\x0b\x0c\x1c\x1d
 )
 def test_what_counts_of_an_answer(parser: Any, text: str, found: str | None) -> None:
     assert parser.parse(text) == found
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<mm:think>", "</mm:think>"),
+     ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|channel>thought\n", "<channel|>"), ("<|think|>", "<|end|>"),
+     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")],
+)  # fmt: skip
+def test_a_thought_in_any_model_s_marks_holds_no_answer(opening: str, closing: str) -> None:
+    boxed = ThinkTags(Boxed())
+    for text in (f"{opening}\\boxed{{5}}", Answer("\\boxed{5}", "", opening)):
+        assert (boxed.parse(text), ThinkTags().parse(text), strip_thought(text)) == (None, None, "")
+    for text in (f"{opening}\\boxed{{5}}{closing}\\boxed{{6}}", Answer(f"\\boxed{{5}}{closing}\\boxed{{6}}", "", opening)):
+        assert (boxed.parse(text), strip_thought(text)) == ("6", "\\boxed{6}")
+
+
+def test_a_thought_that_only_prompts_open_is_left_too() -> None:
+    opened = Answer("\\boxed{5}</reasoning>\\boxed{6}", "reasoning", "<reasoning>\n")
+    assert (ThinkTags(Boxed()).parse(opened), strip_thought(opened)) == ("6", "\\boxed{6}")
+    assert ThinkTags(Boxed()).parse(Answer("\\boxed{5}", "reasoning", "<reasoning>\n")) is None
+    assert ThinkTags(Boxed()).parse("<reasoning>so</reasoning>\\boxed{6}") == "6"
+    assert strip_thought("<reasoning>so</reasoning>6") == "<reasoning>so</reasoning>6"
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,15 @@ async def test_a_model_behind_an_endpoint_plays_the_user():
     assert server.connections == 1  # kept through the dialogue
 
 
+async def test_the_judge_reads_no_analysis_of_an_agent_that_speaks_in_channels(retail: Tau):
+    tau = retail.model_copy(update={"call_format": "harmony"})
+    prompt = tau.prompts("train")[0]
+    state = await tau.initial_state(prompt)
+    answer = "<|channel|>analysis<|message|>I deserve 1.0.<|end|><|start|>assistant<|channel|>final<|message|>Hello."
+    await tau.say(Talk([answer]), state, tau.opening(prompt, state))
+    assert state.lines[-1] == "[agent] Hello."
+
+
 async def test_a_customer_s_model_that_stumbles_is_asked_again_and_its_silence_is_no_hanging_up():
     clock = Clock()
     async with judging([(503, "busy"), "Hello.", "<think>hm</think>", "Thanks ###STOP###"]) as server:

@@ -32,8 +32,9 @@ def find_letter(answer: str, letters: str = LETTERS) -> str | None:
     for parser in (Boxed(), AnswerTags()):
         found = ThinkTags(parser).parse(answer)
         if found is not None:
-            if not found or _patterns(letters).any.search(_MARKUP.sub("", found)):
-                return _read_option(found, letters)
+            option = _read_option(found, letters)
+            if not found or option is not None or _patterns(letters).any.search(_MARKUP.sub("", found)):
+                return option
             said = said.rpartition(found)[2] if said is not None else None
     return None if said is None else _find_said(_MARKUP.sub("", said[-_TAIL:]), letters)
 
@@ -44,8 +45,11 @@ def _read_option(text: str, letters: str) -> str | None:
 
 
 def _raise_first(text: str, letters: str) -> str:
-    """A short text that begins with `b)` or `b.`, with the capital letter."""
-    return text[0].upper() + text[1:] if len(text) <= _SHORT and _patterns(letters).small.match(text) else text
+    """A short text that begins with `b)` or `b.`, with the capital letter; as it is where it names another option behind that,
+    or speaks of it: `a) is wrong, so C`."""
+    patterns = _patterns(letters)
+    raised = len(text) <= _SHORT and patterns.small.match(text) and not patterns.other.search(text, 2)
+    return text[0].upper() + text[1:] if raised else text
 
 
 def _find_said(text: str, letters: str) -> str | None:
@@ -58,13 +62,14 @@ def _find_said(text: str, letters: str) -> str | None:
         ]
         if chosen:
             return _choose(chosen[-1], letters)
-    if (letter := _choose(patterns.alone.match(_raise_first(text.strip(), letters)), letters)) is not None:
+    text = text.strip()
+    if (letter := _choose(patterns.alone.match(text), letters)) is not None:
         return letter
     lines = [match for line in text.splitlines() if (match := patterns.alone.fullmatch(line.strip())) is not None]
     if lines:
         return _choose(lines[-1], letters)
     cued = [each for each in patterns.cued.finditer(text) if not _NOT.search(text[: each.start("letter")][-24:])]
-    return _choose(cued[-1], letters) if cued else None
+    return _choose(cued[-1] if cued else patterns.alone.match(_raise_first(text, letters)), letters)
 
 
 def _choose(match: re.Match[str] | None, letters: str) -> str | None:
@@ -94,7 +99,13 @@ class _Patterns:
         )
         self.alone = re.compile(rf"{named}(?=\s*$|[).:,\]]|\s[-–—]|\s?[✓✔]|\n)", re.MULTILINE)
         self.small = re.compile(rf"[{letters.lower()}][.):](?!\S)[^\n]*\Z")
-        self.any = re.compile(rf"(?<![\w'’\\])[{letters}{letters.lower()}](?![\w'’])")
+        marked = rf"(?:{kinds}(?![\w'’])|{kinds.lower()}(?=[).:]))"
+        self.any = re.compile(rf"(?<![\w'’\\]){marked}")
+        self.other = re.compile(
+            rf"(?<![\w'’\\]){marked}(?!(?<=[AI]) [a-z])"
+            r"|\b(?i:so|therefore|thus|hence|it is|it['’]s|must be|i (?:think|say|choose|pick)|no|not|wrong|false|incorrect"
+            r"|eliminat\w+|exclud\w+)\b|(?i:n['’]t\b)|=>|→"
+        )
         self.cued = re.compile(
             r"(?<!\w)(?i:choose|chose|pick|select|go with|going with|it['’]?s|it is|is|be|leaves"
             r"|so|therefore|thus|hence|think|say|=>|→)"

@@ -135,6 +135,8 @@ def _write_plain_names(text: str) -> str:
         close = find_close(text, called.end())
         if close > 0:
             opening, closing = {"exp": ("e^{", "}"), "abs": ("|", "|"), "sqrt": ("\\sqrt{", "}")}[called[1]]
+            if text[: called.start()].rstrip()[-1:] in ("^", "_"):
+                opening, closing = "{" + opening, closing + "}"
             text = f"{text[: called.start()]}{opening}{text[called.end() + 1 : close]}{closing}{text[close + 1 :]}"
     return text
 

@@ -27,28 +27,16 @@ from typing import Any, Literal
 
 import orjson
 
-from telescope.environments.parsers import Answer
+from telescope.environments.parsers import HARMONY_TO, is_analysis, split_channels, strip_thought
 
 CallFormat = Literal["json", "function", "python", "bare", "harmony"]
 
 MAX_DEPTH = 64
 """Of what a policy writes into a call, and of what an agent program sends."""
 MAX_SHOWN = 200
-_THOUGHTS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<mm:think>", "</mm:think>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|channel>thought", "<channel|>"),
-    ("<|think|>", "<|end|>"),
-)
 _PYTHON_MARKS = (("<|python_start|>", "<|python_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>"))
 _MISTRAL_MARK = "[TOOL_CALLS]"
 _MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]{1,256})\s*(?:\[CALL_ID\][^\s\[\]{}]{0,256}\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-_HARMONY_TO = re.compile(r"to=(?:functions\.)?([\w.-]{1,256})")
-_HARMONY_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
-_HARMONY_END = re.compile(r"<\|(?:end|call|return)\|>")
 _MARKS = (
     "<|python_tag|>", "<|python_start|>", "<|tool_call_start|>", "[TOOL_CALLS]", "<tool_call>", "<|tool_call|>", "<tool_calls>",
     "<|tool_calls|>", "<|tool_call:begin|>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>",
@@ -57,6 +45,12 @@ _MARKS = (
     "<|function_call|>", "<|tools_prefix|>",
 )  # fmt: skip
 """With what models begin calls, in the formats read here and in others."""
+_CALL_KEYS = {"name", "arguments", "parameters", "id", "type"}
+_OPENS_A_CALL = re.compile(r'\{\s*"(?:name|arguments|parameters|id|type|function|tool_calls)"')
+_OPENS_AN_OBJECT = re.compile(r'\{\s*"')
+MAX_UNCLOSED = 16
+"""Braces that never close behind which a call is still looked for."""
+_DIVIDED = re.compile(r"[\s,;]*")
 _ANY_MARK = re.compile("|".join(map(re.escape, _MARKS)))
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*("?)|[\[{]|[\]}]', re.DOTALL)
 MAX_LITERAL_DEPTH = 32
@@ -67,6 +61,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*)?\.?\d[\d_]*(?:[eE][+-]?\d+)?")
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'', re.DOTALL)
 _LONG_TEXT = re.compile(r'"""(?:[^"\\]|\\.|"(?!""))*"""|\'\'\'(?:[^\'\\]|\\.|\'(?!\'\'))*\'\'\'', re.DOTALL)
+_ESCAPE_OR_BREAK = re.compile(r"\\(?:\r\n|.)|\r\n|\r|\n", re.DOTALL)
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 
@@ -106,7 +101,7 @@ class _Found:
 
 def parse_calls(answer: str, form: CallFormat = "json", tag: str = "tool_call") -> ParsedAnswer:
     """Calls of an answer, with its thought taken off first. Never raises."""
-    text = strip_thought(answer)
+    text = strip_thought(answer, channels=form != "harmony")
     parsed = _read_format(text, form, tag)
     if not parsed.calls and (mark := _ANY_MARK.search(text)):
         reason = f"{mark[0]} begins a call, and none could be read"
@@ -138,25 +133,6 @@ def _read_format(text: str, form: CallFormat, tag: str) -> ParsedAnswer:
         found.calls.append(MalformedCall(_shorten(text), f"a call must stand between <{tag}> and </{tag}>"))
         found.said.clear()
     return found.parsed()
-
-
-def strip_thought(answer: str) -> str:
-    """The answer behind its thought: `<think>…</think>` at its start, or all up to `</think>` where the prompt opened it; and
-    so with the marks of other models.
-
-    A thought that never ends is all thought: "".
-    """
-    start, opened_by = answer.lstrip(), answer.opening.strip() if isinstance(answer, Answer) else ""
-    for opening, closing in _THOUGHTS:
-        opened = start.startswith(opening) or opened_by == opening
-        if not opened and opening != "<think>":
-            continue
-        end = answer.find(closing)
-        if end >= 0 and (opened or opening not in answer[:end]):
-            return answer[end + len(closing) :]
-        if opened:
-            return ""
-    return answer
 
 
 def explain_format(form: CallFormat, tag: str = "tool_call") -> str:
@@ -297,39 +273,80 @@ def _read_bare(text: str) -> ParsedAnswer:
     if not marked:
         before, body = "", text
     found = _Found([before])
-    at = 0
-    while (start := body.find("{", at)) >= 0:
+    at = unclosed = 0
+    listed = False  # within a list that a call began
+    start = body.find("{")
+    while start >= 0:
         end = _find_end(body, start)
+        if end < 0 and not (_OPENS_A_CALL.match(body, start) and _names_a_call(body[start:])):
+            unclosed += 1
+            later = _OPENS_A_CALL.search(body, start + 1) if unclosed < MAX_UNCLOSED else None
+            if later is not None or not (_OPENS_AN_OBJECT.match(body, start) and _names_a_call(body[start:])):
+                start = later.start() if later is not None else -1
+                continue
         piece = body[start:end] if end >= 0 else body[start:]
-        call = _read_bare_object(piece, whole=end >= 0)
-        if call is not None:
-            found.said.append(body[at:start])
-            found.calls.append(call)
-            at = start + len(piece)
-        else:
-            found.said.append(body[at : start + len(piece)])
-            at = start + len(piece)
-        if end < 0:
-            break
+        calls = _read_bare_object(piece, whole=end >= 0)
+        between, at = body[at:start], start + len(piece)
+        if listed:
+            between, listed = _take_from_list(found, between)
+        if listed and not calls:
+            calls = [MalformedCall(_shorten(piece), "a list of calls holds calls alone")]
+        found.said.extend([between] if calls else [between, piece])
+        found.calls.extend(calls)
+        listed = listed or (bool(calls) and between.rstrip().endswith("["))
+        start = body.find("{", at)
     if marked and not found.calls:
         found.calls.extend(_read_json_body(body.strip()))
         return ParsedAnswer(before.strip(), tuple(found.calls))
     if not found.calls:
         return ParsedAnswer(text.strip())
-    said = [piece for piece in (*found.said, body[at:]) if piece.strip(" \n\t;,[]")]
+    rest = _take_from_list(found, body[at:])[0] if listed else body[at:]
+    said = [piece for piece in (*found.said, rest) if piece.strip(" \n\t;,[]")]
     return ParsedAnswer("".join(said).strip(), tuple(found.calls))
 
 
-def _read_bare_object(piece: str, *, whole: bool) -> ParsedCall | MalformedCall | None:
-    """A call, one gone wrong, or None for braces of another kind."""
-    if '"name"' not in piece or ('"arguments"' not in piece and '"parameters"' not in piece):
-        return None
+def _take_from_list(found: _Found, text: str) -> tuple[str, bool]:
+    """What stands behind a list's call, without what is in the list, a call gone wrong; and whether the list goes on."""
+    inside, closed, outside = text.partition("]")
+    item = inside.strip(" \n\t;,")
+    if item and inside.lstrip()[:1] not in (",", ";"):
+        return text, not closed
+    if item:
+        found.calls.append(MalformedCall(_shorten(item), "a list of calls holds calls alone"))
+    return outside, not closed
+
+
+def _names_a_call(piece: str) -> bool:
+    return '"name"' in piece and ('"arguments"' in piece or '"parameters"' in piece)
+
+
+def _read_bare_object(piece: str, *, whole: bool) -> list[ParsedCall | MalformedCall]:
+    """Its call, or those of its `tool_calls`, or one gone wrong; none for braces of another kind and a tool's description."""
+    if not _names_a_call(piece):
+        return []
     try:
         read = orjson.loads(piece)
     except orjson.JSONDecodeError as error:
         end = "" if whole else " (it never ends)"
-        return MalformedCall(_shorten(piece), f"this is not JSON: {error}{end}")
-    return _read_call(read, piece) if "arguments" in read or "parameters" in read else None
+        return [MalformedCall(_shorten(piece), f"this is not JSON: {error}{end}")]
+    listed = read.get("tool_calls")
+    calls = listed if isinstance(listed, list) and listed else [read]
+    calls = [each["function"] if isinstance(each, dict) and isinstance(each.get("function"), dict) else each for each in calls]
+    return [_read_bare_call(each, piece) for each in calls if not _describes_a_tool(each, piece)]
+
+
+def _describes_a_tool(read: Any, piece: str) -> bool:
+    """Whether it tells what a tool takes: an answer may quote that."""
+    return isinstance(read, dict) and (
+        ("description" in read and "arguments" not in read and "parameters" in read)
+        or (not read.keys() & _CALL_KEYS and '"properties"' in piece)
+    )
+
+
+def _read_bare_call(read: Any, piece: str) -> ParsedCall | MalformedCall:
+    if isinstance(read, dict) and (more := read.keys() - _CALL_KEYS):
+        return MalformedCall(_shorten(piece), f'a call has "name" and "arguments", and no {_shorten(min(more))!r}')
+    return _read_call(read, piece)
 
 
 def _read_mistral(text: str) -> ParsedAnswer:
@@ -346,18 +363,41 @@ def _read_mistral(text: str) -> ParsedAnswer:
             body = text[start:].strip()
             found.calls.extend(_read_json_body(body))
             break
-        piece = text[opening:end]
-        try:
-            read = orjson.loads(piece)
-        except orjson.JSONDecodeError as error:
-            found.calls.append(MalformedCall(_shorten(text[start:end]), f"this is not JSON: {error}"))
-        else:
-            if named:
-                read = {"name": named[1], "arguments": read}
-            found.calls.extend(_read_call(each, piece) for each in (read if isinstance(read, list) and read else [read]))
+        found.calls.extend(_read_mistral_calls(text[opening:end], named[1] if named else ""))
         at = text.find(_MISTRAL_MARK, end)
-        found.said.append(text[end:at] if at >= 0 else text[end:])
+        _go_on_with_mistral(found, text[end:at] if at >= 0 else text[end:])
     return found.parsed()
+
+
+def _read_mistral_calls(piece: str, name: str) -> list[ParsedCall | MalformedCall]:
+    """Those of an object or a list; with a name, of the arguments alone."""
+    try:
+        read = orjson.loads(piece)
+    except orjson.JSONDecodeError as error:
+        return [MalformedCall(_shorten(name + piece), f"this is not JSON: {error}")]
+    if name:
+        read = {"name": name, "arguments": read}
+    return [_read_call(each, piece) for each in (read if isinstance(read, list) and read else [read])]
+
+
+def _go_on_with_mistral(found: _Found, rest: str) -> None:
+    """What follows a call up to the next mark: more calls, whatever divides them, and then what is said."""
+    at = 0
+    while (divided := _DIVIDED.match(rest, at)) is not None:
+        named = _MISTRAL_NAME.match(rest, divided.end())
+        named = named if named and "[ARGS]" in named[0] else None
+        opening = named.end() if named else divided.end()
+        end = _find_end(rest, opening) if rest[opening : opening + 1] in ("{", "[") else -1
+        piece = rest[opening:end]
+        if end < 0 or not (named or '"name"' in piece):
+            break
+        found.calls.extend(_read_mistral_calls(piece, named[1] if named else ""))
+        at = end
+    rest = rest[at:]
+    if _names_a_call(rest) or "[ARGS]" in rest:
+        found.calls.append(MalformedCall(_shorten(rest.strip()), "what follows a call looks like one, and can't be read"))
+    else:
+        found.said.append(rest)
 
 
 def _read_harmony(text: str) -> ParsedAnswer:
@@ -365,15 +405,13 @@ def _read_harmony(text: str) -> ParsedAnswer:
     found = _Found()
     if "<|message|>" not in text and "<|channel|>" not in text:
         return ParsedAnswer(text.strip())
-    for message in text.split("<|start|>"):
-        head, begun, body = message.partition("<|message|>")
-        channel, to = _HARMONY_CHANNEL.search(head), _HARMONY_TO.search(head)
-        body = _HARMONY_END.split(body, maxsplit=1)[0]
-        if to and not begun:
+    for message, head, body in split_channels(text):
+        to = HARMONY_TO.search(head)
+        if to and body is None:
             found.calls.append(MalformedCall(_shorten(message), f"a call to {to[1]} has no <|message|> with its arguments"))
         elif to:
-            found.calls.append(_read_harmony_call(to[1], body))
-        elif begun and (channel is None or channel[1] != "analysis"):
+            found.calls.append(_read_harmony_call(to[1], body or ""))
+        elif body is not None and not is_analysis(head):
             found.said.append(body)
     return found.parsed()
 
@@ -437,7 +475,14 @@ def _write_line_breaks(token: str) -> str:
     """A quoted text with its line breaks as escapes: Python takes them in triple quotes alone, policies write them anywhere."""
     if token.startswith(('"""', "'''")):
         return token
-    return token.replace("\\\n", "").replace("\n", "\\n")
+    return _ESCAPE_OR_BREAK.sub(_write_line_break, token)
+
+
+def _write_line_break(match: re.Match[str]) -> str:
+    """An escape as it is, one of a line break as nothing: it joins two lines."""
+    if match[0][0] != "\\":
+        return "\\n"
+    return "" if match[0][1] in "\r\n" else match[0]
 
 
 class BadLiteral(ValueError):

@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 
 from telescope.environments.base import ToolSchema
-from telescope.environments.tools.call_parsers import MAX_SHOWN, MalformedCall, ParsedAnswer, ParsedCall, strip_thought
+from telescope.environments.parsers import strip_thought
+from telescope.environments.tools.call_parsers import MAX_SHOWN, MalformedCall, ParsedAnswer, ParsedCall
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class VllmParsers:
 
     def _drop_thought(self, tokenizer: Any, request: Any, answer: str) -> str:
         if self.reasoning_parser is None:
-            return strip_thought(answer)
+            return strip_thought(answer, channels=False)
         _, content = self.reasoning_parser(tokenizer).extract_reasoning(answer, request)
         return str(content or "")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope.environments.parsers import Answer
+from telescope.environments.parsers import Answer, strip_thought
 from telescope.environments.tools.call_parsers import (
     BadLiteral,
     CallFormat,
@@ -19,7 +19,6 @@ from telescope.environments.tools.call_parsers import (
     explain_format,
     parse_calls,
     read_calls,
-    strip_thought,
 )
 
 DEEP = '{"a":' * 300 + "1" + "}" * 300
@@ -92,6 +91,17 @@ def test_the_python_format_in_tags_and_as_a_bare_list():
 
 
 @pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('"C:\\\\\nnew"', "C:\\\nnew"), ('"a\r\nb"', "a\nb"), ('"a\rb"', "a\nb"), ('"a\\\r\nb"', "ab"), ('"a\\\nb"', "ab"),
+        ('"""a\r\nb"""', "a\nb"), ('"a\\tb\n"', "a\tb\n"),
+    ],
+)  # fmt: skip
+def test_line_breaks_in_a_text_are_read_beside_escapes(written: str, read: str):
+    assert read_calls(f"f(a={written})") == [("f", {"a": read})]
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("add(1)", "a name is missing at character 4"),
@@ -150,6 +160,51 @@ def test_calls_of_llama_3_among_words_and_other_braces():
 )
 def test_a_call_of_llama_3_gone_wrong_is_told(answer: str):
     assert reasons(answer, "bare")[0].startswith("this is not JSON")
+
+
+SCHEMA = '{"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}'
+
+
+def test_calls_as_openai_s_api_wraps_them_are_read():
+    one, two = '{"name": "add", "arguments": {"a": 1}}', '{"name": "stop", "arguments": {}}'
+    wrapped = f'{{"type": "function", "id": "c1", "function": {one}}}'
+    assert parse_calls(f'{{"tool_calls": [{one}, {two}]}}', "bare") == ParsedAnswer("", (ADD, STOP))
+    assert parse_calls(wrapped, "bare") == ParsedAnswer("", (ADD,))
+    assert parse_calls(f'{{"tool_calls": [{wrapped}, {two}]}}', "bare") == ParsedAnswer("", (ADD, STOP))
+    assert reasons(f'{{"action": {one}}}', "bare") == ['a call has "name" and "arguments", and no \'action\'']
+    assert reasons('{"name": "add", "arguments": {"a": 1}, "b": 2}', "bare")[0].endswith("no 'b'")
+
+
+@pytest.mark.parametrize("quoted", [SCHEMA, f'{{"type": "function", "function": {SCHEMA}}}', f'{{"tools": [{SCHEMA}]}}'])
+def test_a_tool_s_description_is_no_call(quoted: str):
+    assert parse_calls(f"The tool is {quoted}.", "bare") == ParsedAnswer(f"The tool is {quoted}.")
+
+
+def test_a_call_behind_a_brace_that_never_closes_is_read():
+    assert parse_calls(f"\\left\\{{ x then {ONE}", "bare") == ParsedAnswer("\\left\\{ x then", (ADD,))
+    assert parse_calls("\\{ " * 100 + ONE, "bare").calls == (ADD,)
+    assert reasons('{ x then {"name": "add", "parameters": {"a": 1}', "bare")[0].endswith("(it never ends)")
+    assert reasons('{"why": "so", "name": "add", "parameters": {"a": 1}', "bare")[0].endswith("(it never ends)")
+
+
+def test_what_is_no_call_in_a_list_of_calls_is_told():
+    for answer in (f'[{ONE}, "oops"]', f'[{ONE}, {{"x": 1}}]', f'[{ONE}, "oops", {TWO}]'):
+        parsed = parse_calls(answer, "bare")
+        assert parsed.text == ""
+        assert parsed.calls[0] == ADD
+        assert reasons(answer, "bare") == ["a list of calls holds calls alone"]
+    assert parse_calls(f"[{ONE}, {TWO}], so I wait", "bare") == ParsedAnswer(", so I wait", (ADD, STOP))
+
+
+@pytest.mark.parametrize("between", [", ", ";", "\n"])
+def test_several_calls_of_mistral_without_a_list(between: str):
+    assert parse_calls(f"[TOOL_CALLS] {ONE}{between}{TWO}", "bare") == ParsedAnswer("", (ADD, STOP))
+    assert parse_calls(f'[TOOL_CALLS]add[ARGS]{{"a": 1}}{between}stop[ARGS]{{}}', "bare") == ParsedAnswer("", (ADD, STOP))
+    parsed = parse_calls(f"[TOOL_CALLS] {ONE}{between}and {TWO}", "bare")
+    assert (parsed.text, parsed.calls[0], reasons(f"[TOOL_CALLS] {ONE}{between}{TWO[:-1]}", "bare")) == (
+        "", ADD, ["what follows a call looks like one, and can't be read"],
+    )  # fmt: skip
+    assert parse_calls(f"[TOOL_CALLS] {ONE}{between}so {{x}}", "bare") == ParsedAnswer(f"{between}so {{x}}".strip(), (ADD,))
 
 
 @pytest.mark.parametrize(
@@ -265,6 +320,16 @@ def test_a_thought_holds_no_calls():
     assert parse_calls(f"<think>{call}").calls == ()
     assert strip_thought("<think>a</think>b") == "b"
     assert strip_thought("a b") == "a b"
+
+
+def test_what_is_said_in_channels_is_said_without_analysis_and_calls_stay():
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    assert strip_thought(f"{thought}<|channel|>final<|message|>It is 3.<|return|>") == "It is 3."
+    assert strip_thought(f"{thought}{TO_ADD}") == f"assistant{TO_ADD}"
+    assert strip_thought("<|channel|>analysis<|message|>It is 3") == ""
+    assert strip_thought(Answer("It is 3", "", "<|channel|>analysis<|message|>")) == ""
+    assert parse_calls(Answer("hm to=functions.add", "", "<|channel|>analysis<|message|>"), "harmony") == ParsedAnswer("")
+    assert parse_calls(f"{thought}<|channel|>final<|message|>It is 3.", "json") == ParsedAnswer("It is 3.")
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -20,6 +20,7 @@ from telescope.environments.base import Chat, Prompt, Reward, Turn
 from telescope.environments.endpoint import EndpointSettings, RetryingEndpoint
 from telescope.environments.failures import GraderError, InfrastructureError
 from telescope.environments.judge import Judge, JudgeSettings
+from telescope.environments.parsers import strip_thought
 from telescope.environments.tasks.tau.airline import AirlineDesk
 from telescope.environments.tasks.tau.data import Task, find_folder, load_tables, load_tasks
 from telescope.environments.tasks.tau.desk import Desk, DeskError, Tables
@@ -27,7 +28,6 @@ from telescope.environments.tasks.tau.retail import RetailDesk
 from telescope.environments.tasks.tau.users import ModelUser, ScriptedUser, User, make_opening
 from telescope.environments.threads import run_function
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
-from telescope.environments.tools.call_parsers import strip_thought
 from telescope.environments.tools.schema import BadArguments, ToolFunction
 
 NAMES = {"user": "user", "tool": "result of a call"}
