@@ -34,6 +34,8 @@ _RESULT: Turn = {"role": "tool", "name": _TOOL, "tool_call_id": "c00000000", "co
 _MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,32}\]")
 _CONTROL = re.compile(r"<\|[^<>|\s]{1,64}\|>")
 _LAST_MARK = re.compile(rf"(?:{_MARK.pattern})\s*$")
+_WORDS = re.compile(r"[^\W\d_]+")
+_SIDES = frozenset(("start", "begin", "open", "end", "stop", "close", "of", "prefix", "suffix"))
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class AnswerForm:
     """What it writes between a text and the end token."""
     keeps_unclosed: bool = False
     """Whether a thought that was cut off stays as it is when it is given as content."""
+    keeps_closed: bool = False
+    """Whether a text with the closing mark alone stays as it is when it is given as content."""
     refuses_both: bool = False
     """Whether an answer with calls may have a thought or a text, not both."""
     inline: bool = True
@@ -122,7 +126,8 @@ class AnswerForm:
             body = text.lstrip()[len(opening) :].lstrip("\n")
         at = (text if body is None else body).find(closing) if closing else -1
         if body is None:
-            if at < 0 or "/" not in closing or opening in text[:at]:
+            mentioned = bool(opening) and (self.keeps_closed or opening in text[:at])
+            if at < 0 or "/" not in closing or mentioned:
                 return None, False, text
             body = text  # closed and never opened
         if at < 0:
@@ -173,6 +178,8 @@ def _ask_for_field(render: Render, form: AnswerForm, header: str, before: str, b
         closing = behind[: mark.end()] if mark else ""
     opening = _find_own_opening(before, header, closing)
     unclosed = render([_USER, {"role": "assistant", "content": opening + _THOUGHT}, _USER], header=True)
+    text = f"{_THOUGHT}{closing}{_TEXT}"
+    closed = render([_USER, {"role": "assistant", "content": text}, _USER], header=True)
     calls = {"role": "assistant", "tool_calls": [_CALL]}
     both, one = (render([_USER, {**calls, **form.write(_THOUGHT, text)}, _RESULT], header=True) for text in (_TEXT, ""))
     return replace(
@@ -181,6 +188,7 @@ def _ask_for_field(render: Render, form: AnswerForm, header: str, before: str, b
         closing=closing,
         before_text="" if _holds(form.before_text, closing) else form.before_text,
         keeps_unclosed=unclosed is not None and unclosed.startswith(before + _THOUGHT),
+        keeps_closed=closed is not None and closed.startswith(header + form.before_text + text),
         refuses_both=both is None and one is not None,
     )
 
@@ -210,7 +218,15 @@ def _find_own_opening(before: str, header: str, closing: str) -> str:
     if opened.strip() and not _holds(opened, closing):  # a header that opens thoughts as the history does not
         return opened
     last, line = _LAST_MARK.search(before[-128:]), before.rstrip()
-    return last[0] if last else line[line.rfind("\n") + 1 :] + before[len(line) :]
+    found = last[0] if last else line[line.rfind("\n") + 1 :] + before[len(line) :]
+    # What an answer's header ends in may be its role alone, with the thought right behind.
+    return "" if header.startswith(line) and not (find_opening(found) or _are_sides(found, closing)) else found
+
+
+def _are_sides(opening: str, closing: str) -> bool:
+    """Whether two marks are named alike, as `[THINK]` and `[/THINK]` are."""
+    one, other = (set(_WORDS.findall(text.lower())) - _SIDES for text in (opening, closing))
+    return bool(one & other)
 
 
 def _show_thought(render: Render, form: AnswerForm) -> Iterator[tuple[str, str]]:

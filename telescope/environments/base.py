@@ -101,7 +101,7 @@ class Dialogue(Protocol):
 
     @property
     def truncated(self) -> bool:
-        """Whether the last answer was cut off at the token limit."""
+        """Whether the last answer was cut off at the token limit, or there was no room for another one (`ContextFull`)."""
         ...
 
     @property

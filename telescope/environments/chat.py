@@ -79,7 +79,8 @@ class Recording:
     reasons: tuple[str, ...]
     """Why each branch begins, in a sentence; "" for the first."""
     finish_reason: FinishReason
-    """Of the last answer."""
+    """Of the main dialogue's last answer, or "length" where it had no room for another one. Where the main dialogue asked
+    nothing, of the dialogue that answered last."""
     prompt_text: str
     completion_text: str
     """All that came after the opening prompt; end-of-sequence tokens are left out of a dialogue's last answer."""
@@ -148,19 +149,16 @@ class _ChatRecord:
         self.asked = 0
         self.answers = 0
         self.asking = 0
-        self.finish_reason: FinishReason = "abort"
+        self.answered_last: TokenDialogue | None = None
         self.generated_ns = 0
         self.closed = False
         self.tell_closed = closed
         self.failure: BaseException | None = None
 
     async def sample(self, prompt: np.ndarray, max_tokens: int | None) -> Sampled:
-        """Raises `PromptTooLong` or `ContextFull`, after which a dialogue may go on with less, and what the sampler raises.
-
-        A dialogue that has no room to go on is cut off by its length, as an answer at its limit is, unless more is said."""
+        """Raises `PromptTooLong` or `ContextFull`, after which a dialogue may go on with less, and what the sampler raises."""
         turn, room = self.asked, self.measure_room(max_tokens)
         if len(prompt) > room:
-            self.finish_reason = "length"
             raise (ContextFull if self.answers else PromptTooLong)(
                 f"the prompt of turn {turn} has {len(prompt)} tokens, more than the {room} that "
                 "inference.max_model_len - rollout.max_tokens (or the environment's own max_tokens) leaves: raise "
@@ -170,7 +168,6 @@ class _ChatRecord:
         sampled = await self.sampler.sample(prompt, turn, max_tokens)
         _check_sampled(sampled)
         self.answers += 1
-        self.finish_reason = sampled.finish_reason
         self.generated_ns = time.time_ns()
         return sampled
 
@@ -208,7 +205,7 @@ class TokenDialogue:
 
     @property
     def truncated(self) -> bool:
-        """Whether the last answer was cut off at its token limit."""
+        """Whether the last answer was cut off at its token limit, or the dialogue had no room for another one."""
         return self._finish_reason == "length"
 
     @property
@@ -258,6 +255,7 @@ class TokenDialogue:
         try:
             return await self._say(turns, tuple(tools) or self._tools, max_tokens)
         except (PromptTooLong, ContextFull):  # nothing was asked: restart with less, or score what is there
+            self._finish_reason = "length"
             raise
         except asyncio.CancelledError as error:
             if not self._forgives_cancelling:
@@ -273,9 +271,10 @@ class TokenDialogue:
     def takes(self, *turns: Turn) -> bool:
         """Whether the chat template writes the dialogue with these turns behind it, as `say` would. Nothing is changed."""
         history, restated, _ = self._append_turns(turns)
+        template = self._record.template
         try:
             if self._branch is None:
-                self._record.template.text(history, self._tools)
+                template.text(template.spell(history), self._tools)
             else:
                 self._render(self._branch, history, restated, self._tools)
         except TemplateError:
@@ -289,8 +288,7 @@ class TokenDialogue:
         _check_turns(turns)
         if self._branch is not None:
             self._transcript.append("\n[context restarted]\n")
-        said = map(self._record.template.form.spell, turns)
-        self._history, self._restated, self._branch, self._end_text = list(said), {}, None, ""
+        self._history, self._restated, self._branch, self._end_text = list(turns), {}, None, ""
 
     async def _say(self, turns: Sequence[Turn], tools: tuple[ToolSchema, ...], max_tokens: int | None) -> str:
         history, restated, turns = self._append_turns(turns)
@@ -318,8 +316,9 @@ class TokenDialogue:
         restated, form = dict(self._restated), self._record.template.form
         answered = bool(self._history) and self._history[-1].get("role") == "assistant"
         if turns and answered and self._branch is not None and turns[0].get("role") == "assistant":
-            restated[len(self._history) - 1], turns = form.restate(turns[0], self._history[-1]), turns[1:]
-        return [*self._history, *map(form.spell, turns)], restated, turns
+            restated[len(self._history) - 1] = form.restate(turns[0], form.spell(self._history[-1]))
+            turns = turns[1:]
+        return [*self._history, *turns], restated, turns
 
     def _make_question(
         self, history: Sequence[Turn], restated: Mapping[int, Turn], turns: Sequence[Turn], tools: tuple[ToolSchema, ...]
@@ -343,11 +342,12 @@ class TokenDialogue:
         """The dialogue as the template writes it: with the answers' own texts, or as they were restated where the template
         refuses those or the restated ones alone go on from the exact tokens."""
         template = self._record.template
+        spelled = template.spell(history)
         if not restated:
-            return template.text(history, tools)
-        other = [restated.get(at, turn) for at, turn in enumerate(history)]
+            return template.text(spelled, tools)
+        other = [restated.get(at, turn) for at, turn in enumerate(spelled)]
         try:
-            text = template.text(history, tools)
+            text = template.text(spelled, tools)
         except TemplateError:
             return template.text(other, tools)
         if text.startswith(branch.text):
@@ -371,9 +371,9 @@ class TokenDialogue:
         branch.text = question.text + answer + self._end_text
         self._branch = branch
         said = Answer(answer, find_opened(question.text), record.template.find_opening(question.text))
-        self._history.append(record.template.form.spell({"role": "assistant", "content": said}))
+        self._history.append({"role": "assistant", "content": said})
         self._transcript += [question.told, answer]
-        self._finish_reason = sampled.finish_reason
+        self._finish_reason, record.answered_last = sampled.finish_reason, self
         self._last = (sum(len(run) for run, _ in branch.runs[:-1]), len(sampled.ids))
         return said
 
@@ -430,13 +430,15 @@ class TokenChat(TokenDialogue):
         if record.answers == 0:
             raise ChatError("the environment returned a reward without asking the policy anything")
         branches = tuple(branch.trajectory() for branch in record.branches)
+        never_asked = self._finish_reason == "abort"
+        told = record.answered_last if never_asked and record.answered_last is not None else self
         return Recording(
             branches=branches,
             prompt_tokens=len(record.branches[0].runs[0][0]),
             completion_tokens=sum(branch.trained_tokens for branch in branches),
             turns=record.answers,
             reasons=tuple(branch.reason for branch in record.branches),
-            finish_reason=record.finish_reason,
+            finish_reason=told._finish_reason,
             prompt_text=record.opening_text,
             completion_text="".join(dialogue.transcript for dialogue in self._dialogues),
             generated_ns=record.generated_ns,

@@ -75,22 +75,31 @@ class ChatTemplate:
         """How the template wants earlier answers: found out here, by some tens of dialogues, and not beside a rollout."""
 
     def opening(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = ()) -> Rendered:
-        """A dialogue's first prompt. Remembered, because all samples of a group ask for the same one."""
-        return self._remembered.get(_make_key(turns, tools), lambda: self.render(turns, tools))
+        """`render` of a dialogue's first prompt. Remembered, because all samples of a group ask for the same one."""
+        spelled = self.spell(turns)
+        return self._remembered.get(_make_key(spelled, tools), lambda: self._render(spelled, tools))
 
     def render(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = ()) -> Rendered:
-        """Text and tokens of the dialogue with the header of the policy's next answer at its end."""
-        text = self.text(turns, tools)
+        """Text and tokens of the dialogue with the header of the policy's next answer at its end. Answers in it, of examples
+        say, are spelled as the template wants them."""
+        return self._render(self.spell(turns), tools)
+
+    def spell(self, turns: Sequence[Turn]) -> list[Turn]:
+        """Messages as the template wants them: `text` takes them so."""
+        return [self.form.spell(turn) for turn in turns]
+
+    def _render(self, spelled: Sequence[Turn], tools: Sequence[ToolSchema]) -> Rendered:
+        text = self.text(spelled, tools)
         return Rendered(text, self.encode(text))
 
     def remember(self, turns: Sequence[Turn], rendered: Rendered) -> None:
         """Take over what `render` made of opening turns in another thread. Call it where `opening` is called."""
-        self._remembered.get(_make_key(turns, ()), lambda: rendered)
+        self._remembered.get(_make_key(self.spell(turns), ()), lambda: rendered)
 
     def lengths(self, dialogues: Sequence[Sequence[Turn]], enough: int = sys.maxsize, characters: int = 1) -> list[int]:
         """Tokens of each dialogue as `render` makes them; many at once, in the tokenizer's own threads where it has some. Of
         one whose first `characters * enough` make more than `enough` tokens that number is given, and the rest not read."""
-        texts = [self.text(turns) for turns in dialogues]
+        texts = [self.text(self.spell(turns)) for turns in dialogues]
         cut = characters * enough
         found = self._count([text[:cut] for text in texts])
         again = [place for place, text in enumerate(texts) if len(text) > cut and found[place] <= enough]
@@ -105,8 +114,8 @@ class ChatTemplate:
         return [len(ids) for ids in batch(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
 
     def text(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = (), *, header: bool = True) -> str:
-        """The dialogue as the template writes it, with the header of the policy's next answer unless `header` is False. `tools`
-        go to the template as its own `tools`, in OpenAI's form."""
+        """The dialogue as the template writes these very messages, with the header of the policy's next answer unless `header`
+        is False. `tools` go to the template as its own `tools`, in OpenAI's form."""
         return self._write(turns, tools, add_generation_prompt=header)
 
     def _write(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = (), **more: Any) -> str:

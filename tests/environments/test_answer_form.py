@@ -119,6 +119,29 @@ TURNS_ALONE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<start_of_turn>assistant\\n' }}{%- endif -%}
 """
+# The thought stands right behind the header, without a mark of its own.
+UNMARKED = """
+{%- for m in messages -%}
+  {%- if m.role != 'assistant' -%}<|{{ m.role }}|>{{ m.content }}{%- endif -%}
+  {%- if m.role == 'assistant' -%}
+    <|assistant|>{%- if m.reasoning_content -%}{{ m.reasoning_content }}</think>{%- endif -%}{{ m.content }}<|end|>
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
+"""
+UNMARKED_INST = """
+{%- for m in messages -%}
+  {%- if m.role != 'assistant' -%}[INST]{{ m.content }}[/INST]{%- endif -%}
+  {%- if m.role == 'assistant' -%}
+    {%- if m.reasoning_content -%}{{ m.reasoning_content }}</think>{%- endif -%}{{ m.content }}</s>
+  {%- endif -%}
+{%- endfor -%}
+"""
+# A text that holds the closing mark is read as a thought.
+READS_CONTENT = chatml(
+    "{%- set said = m.content.split('</think>') -%}{%- set thought = m.reasoning_content or (said[0] if said[1:] else '') -%}"
+    "{%- if thought -%}<think>\n{{ thought.strip() }}\n</think>\n\n{%- endif -%}{{ said[-1].lstrip('\\n') }}"
+)
 
 E, B = "exact", "branch"
 
@@ -139,6 +162,8 @@ E, B = "exact", "branch"
         pytest.param(CHANNELS, "thinking", (E, B, E), "stood '<|channel|>analysis", id="channels"),
         pytest.param(KEPT_BEHIND_TEXT, "reasoning_content", (E, B, E), "stood 'it may be", id="kept behind the last text"),
         pytest.param(TURNS_ALONE, "", (E, E, E), "", id="results as the user"),
+        pytest.param(UNMARKED, "reasoning_content", (E, E, E), "", id="right behind the header"),
+        pytest.param(UNMARKED_INST, "reasoning_content", (E, E, E), "", id="right behind the user's turn"),
     ],
 )
 def test_each_way_of_writing_thoughts_goes_on_exactly_or_begins_a_branch_for_a_reason(
@@ -200,8 +225,31 @@ async def test_a_thought_that_was_cut_off_goes_on_exactly_or_is_closed_once() ->
 
 
 async def test_an_answer_closed_without_an_opening_is_a_thought_and_a_text() -> None:
-    _, second = await talk(open_template(KEPT), "five\n</think>\n\n5<|im_end|>", "x<|im_end|>")
+    _, second = await talk(open_template(READS_CONTENT), "five\n</think>\n\n5<|im_end|>", "x<|im_end|>")
     assert "<|im_start|>assistant\n<think>\nfive\n</think>\n\n5<|im_end|>" in second
+    first, second = await talk(open_template(OPENED), "five\n</think>\n5<|im_end|>", "x<|im_end|>")
+    assert second.startswith(first.removesuffix("\n") + "</think>\n5<|im_end|>")  # a user has spoken: the thought is left out
+
+
+@pytest.mark.parametrize("answer", ["The tag </think> is used", "five\n</think>\n\n5"])
+async def test_an_answer_that_mentions_the_closing_mark_stays_where_the_template_keeps_it(answer: str) -> None:
+    first, second = await talk(open_template(KEPT), f"{answer}<|im_end|>", "x<|im_end|>")
+    assert second.startswith(f"{first}{answer}<|im_end|>")
+
+
+@pytest.mark.parametrize(("source", "end"), [(UNMARKED, "<|end|>"), (UNMARKED_INST, "</s>")])
+async def test_where_a_thought_has_no_mark_of_its_own_the_role_opens_none_and_plain_answers_stay(source: str, end: str) -> None:
+    template = open_template(source)
+    assert (template.form.field, template.form.opening, template.form.closing) == ("reasoning_content", "", "</think>")
+    for answer in ("plain answer", "five</think>5", "five</think>"):
+        first, second = await talk(template, f"{answer}{end}", f"x{end}")
+        assert template.find_opening(first) == ""
+        assert second.startswith(f"{first}{answer}{end}")
+    assert template.form.spell({"role": "assistant", "content": "five</think>5"}) == {
+        "role": "assistant",
+        "content": "5",
+        "reasoning_content": "five",
+    }
 
 
 async def test_a_plain_answer_to_a_channel_loses_the_channels_name_in_the_message_and_none_in_the_prompt() -> None:
@@ -238,10 +286,8 @@ def test_of_an_answer_with_calls_that_takes_no_thought_beside_a_text_the_text_go
 
 
 def test_whether_the_header_opens_a_thought_is_read_off_the_prompt() -> None:
-    template = open_template(
-        KEPT.replace("<|im_start|>assistant{{ '\\n' }}{%- endif", "<|im_start|>assistant{{ '\\n' }}{%- endif")
-    )
-    assert template.find_opening(template.text([{"role": "user", "content": "q"}])) == ""
+    for plain in map(open_template, (KEPT, BETWEEN_MARKS, UNMARKED)):  # the last one's header ends in the mark of the role
+        assert plain.find_opening(plain.text([{"role": "user", "content": "q"}])) == ""
     opened = open_template(OPENED)
     assert opened.find_opening(opened.text([{"role": "user", "content": "q"}])) == "<think>\n"
     said = opened.form.spell({"role": "assistant", "content": Answer("five\n</think>\n5", "think", "<think>\n")})

@@ -531,6 +531,45 @@ async def test_a_cancelled_answer_of_the_environments_own_dialogue_is_a_failure(
         chat.recording()
 
 
+async def test_a_side_dialogue_that_is_too_long_does_not_cut_the_rollout_off(tiny: ChatTemplate) -> None:
+    chat = TokenChat(tiny, Script(([71, 1], "stop"), ([71, 1], "stop")), 6)
+    await chat.say(user("aaaa"))
+    side = chat.dialogue()
+    with pytest.raises(ContextFull):
+        await side.say(user("a" * 50))
+    assert (chat.truncated, side.truncated, chat.recording().finish_reason) == (False, True, "stop")
+    with pytest.raises(ContextFull):
+        await chat.say(user("a"))
+    assert (chat.truncated, chat.recording().finish_reason) == (True, "length")
+    chat.restart()
+    await chat.say(user("a"))
+    assert (chat.truncated, chat.recording().finish_reason) == (False, "stop")
+
+
+async def test_an_answer_of_a_side_dialogue_that_was_cut_off_is_not_the_main_ones(tiny: ChatTemplate) -> None:
+    chat = TokenChat(tiny, Script(([71, 1], "stop"), ([71, 72], "length")), 100)
+    await chat.say(user("a"))
+    await chat.dialogue().say(user("b"))
+    assert (chat.truncated, chat.recording().finish_reason) == (False, "stop")
+
+
+async def test_of_a_rollout_whose_main_dialogue_asked_nothing_the_one_that_answered_last_counts(tiny: ChatTemplate) -> None:
+    chat = TokenChat(tiny, Script(([71, 1], "stop"), ([71, 72], "length"), ([71, 1], "stop")), 8)
+    one, two = chat.dialogue(), chat.dialogue()
+    await one.say(user("a"))
+    assert chat.recording().finish_reason == "stop"
+    await two.say(user("b"))
+    assert chat.recording().finish_reason == "length"
+    two.restart()
+    await two.say(user("b"))
+    with pytest.raises(ContextFull):
+        await one.say(user("a" * 50))
+    assert chat.recording().finish_reason == "stop"
+    with pytest.raises(ContextFull):
+        await two.say(user("a" * 50))
+    assert chat.recording().finish_reason == "length"
+
+
 def test_a_group_renders_its_prompt_once_and_cannot_change_it(tiny: ChatTemplate) -> None:
     first, second = tiny.opening([user("rev abc")]), tiny.opening([user("rev abc")])
     assert first is second

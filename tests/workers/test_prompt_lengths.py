@@ -10,9 +10,14 @@ import pytest
 from pydantic import Field
 
 from telescope.environments.base import LazyPrompts, Prompt, SingleTurn
+from telescope.environments.chat import TokenChat
 from telescope.environments.template import ChatTemplate
+from telescope.records import PromptRef
 from telescope.workers.loading import EnvironmentBroken
+from telescope.workers.prompt_cache import PromptCache
 from telescope.workers.prompt_lengths import leave_out_too_long
+from tests.environments.conftest import Script
+from tests.environments.test_answer_form import BETWEEN_MARKS, CHANNELS, open_template
 from tests.workers.conftest import loaded
 
 # the tiny model has a token a letter, and its template adds two
@@ -148,3 +153,54 @@ def test_a_long_prompt_of_few_tokens_is_read_to_its_end():
 def test_measuring_ends_at_its_deadline_with_a_sentence(template: ChatTemplate) -> None:
     with pytest.raises(EnvironmentBroken, match=r"0 of its 3 train prompts were measured in -1 s.*placement_timeout_s"):
         leave_out_too_long(loaded(Lengths(lengths=(3, 4, 20))), template, 10, -1)
+
+
+class Shown(SingleTurn):
+    """A question behind an example with a model's own marks."""
+
+    raw: str
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return [
+            Prompt(
+                (
+                    {"role": "user", "content": "2 + 3"},
+                    {"role": "assistant", "content": self.raw},
+                    {"role": "user", "content": "4 + 5"},
+                )
+            )
+        ]
+
+
+@pytest.mark.parametrize(
+    ("source", "raw", "tokens"),
+    [
+        pytest.param(
+            BETWEEN_MARKS, "<|START_THINKING|>five<|END_THINKING|><|START_TEXT|>5<|END_TEXT|>", 159, id="between marks"
+        ),
+        pytest.param(
+            CHANNELS,
+            "<|channel|>analysis<|message|>five<|end|><|start|>assistant<|channel|>final<|message|>5",
+            125,
+            id="channels",
+        ),
+    ],
+)
+async def test_the_answer_of_an_example_is_measured_and_remembered_as_it_is_asked(source: str, raw: str, tokens: int) -> None:
+    template, task = open_template(source), loaded(Shown(raw=raw))
+    prompts = PromptCache(template)
+    prompt = await prompts.get_prompt(task, PromptRef("task", "train", 0))
+    policy = Script((template.tokenizer.encode("x", add_special_tokens=False), "length"))
+    write, template.tokenizer.apply_chat_template = template.tokenizer.apply_chat_template, refuse  # type: ignore[method-assign]
+    await TokenChat(template, policy, 1000).say(*prompt.turns)
+    template.tokenizer.apply_chat_template = write  # type: ignore[method-assign]
+    asked = len(policy.prompts[0])
+    assert (asked, template.lengths([prompt.turns]), len(template.render(prompt.turns).ids)) == (tokens, [tokens], tokens)
+    assert leave_out_too_long(task, template, asked, 60) is task
+    with pytest.raises(EnvironmentBroken, match=f"shortest: {asked}"):
+        leave_out_too_long(task, template, asked - 1, 60)
+    prompts.close()
+
+
+def refuse(*arguments: Any, **options: Any) -> str:
+    raise AssertionError("the prompt was rendered once more")

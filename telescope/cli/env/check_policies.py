@@ -63,8 +63,15 @@ class GoldenAnswers(Scripted):
         self._environment, self._prompts = environment, prompts
 
     async def answer(self, order: RolloutOrder, turn: int, ids: np.ndarray, sampling: Sampling) -> Sampled:
-        opened = find_opened(self._template.decode(ids.tolist()))
-        return self.write((f"</{opened}>" if opened else "") + self.find(order.prompt), sampling)
+        closing = self._close_thought(self._template.decode(ids.tolist()))
+        return self.write(closing + self.find(order.prompt), sampling)
+
+    def _close_thought(self, prompt: str) -> str:
+        """What ends the thought that a prompt has opened, as the template writes it; "" where it has opened none."""
+        closing, opened = self._template.form.closing, find_opened(prompt)
+        if opened and f"</{opened}>" not in closing:
+            return f"</{opened}>"
+        return closing if self._template.find_opening(prompt) else ""
 
     def find(self, prompt: PromptRef) -> str:
         """The right answer of a prompt; "" where none can be said."""

@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 from telescope.cli.env import main
+from telescope.cli.env.check_policies import GoldenAnswers
+from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.graders.pool import GraderProcess
+from telescope.records import PromptRef, RolloutOrder, Sampling
+from tests.environments.test_answer_form import BETWEEN_MARKS, KEPT, OPENED, STRIPPED, chatml, open_template
 
 ODD = '''
 import os
@@ -303,3 +307,36 @@ def test_oddities_of_the_chat_template_are_warnings(odd: list[str], capsys: pyte
         assert f"warning: the chat template {warning}" in said
     assert main([*odd, "--no-second-process", "--samples", "1"]) == 0
     assert "the chat template" not in capsys.readouterr().out
+
+
+class Known(SingleTurn):
+    def prompts(self, split: str) -> list[Prompt]:
+        return [Prompt(({"role": "user", "content": "6 * 7"},), answer="42")]
+
+    def reward(self, prompt: Prompt, answer: str) -> Reward:
+        return Reward(1.0)
+
+
+MARKED = chatml(
+    "{%- if m.thinking -%}<|START_THINKING|>{{ m.thinking }}<|END_THINKING|>{%- endif -%}{{ m.content }}",
+    header="<|START_THINKING|>",
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        pytest.param(KEPT, "42", id="nothing opened"),
+        pytest.param(BETWEEN_MARKS, "42", id="nothing opened, own marks"),
+        pytest.param(OPENED, "\n</think>\n42", id="a tag"),
+        pytest.param(STRIPPED, "</think>42", id="a tag, and no field for thoughts"),
+        pytest.param(MARKED, "<|END_THINKING|>42", id="a mark of its own"),
+    ],
+)
+async def test_the_right_answer_is_said_behind_the_thought_that_the_template_has_opened(source: str, said: str) -> None:
+    template, task = open_template(source), Known()
+    policy = GoldenAnswers(template, task, {"train": task.prompts("train")})
+    prompt = template.render(task.prompts("train")[0].turns)
+    order = RolloutOrder(0, 0, 0, 0, PromptRef("task", "train", 0), 1)
+    sampled = await policy.answer(order, 0, prompt.ids, Sampling(1.0, 100, 1))
+    assert template.decode(sampled.ids[:-1].tolist()) == said
