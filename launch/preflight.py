@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,9 +40,14 @@ if TYPE_CHECKING:
     from telescope.config.run import RunConfig
 
 
+_log = logging.getLogger("telescope.run")
 LOOPBACK_S = 2.0
-REHEARSAL_S = 20.0
-"""For a process that asks the user's own environments for their prompts; beyond it nothing is said, and the worker will."""
+REHEARSAL_S = 5.0
+"""For one of the user's own environments to be imported and to check its data, which delays every start; beyond it the worker
+says what is wrong."""
+REHEARSAL_START_S = 15.0
+"""For the process in which it is asked, before it comes to the environment, and to end."""
+REHEARSED_AT_ONCE = 8
 SHIPPED = "telescope."
 CHECKED_BY_PROCESS = ("weight_sync.transport", "inference.quantization")
 """Settings of which their own process has a sentence."""
@@ -124,25 +130,49 @@ def _check_environments(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
 
 
 def _rehearse(config: RunConfig, labels: list[str], environment: Mapping[str, str]) -> list[str]:
+    """Each in a process of its own, so that a slow one hides nothing of the others."""
     with tempfile.TemporaryDirectory(prefix="telescope-") as folder:
         place = Path(folder)
         write_atomically(place / rehearsal.CONFIG, dump_run(config), mode=0o600)
-        command = [sys.executable, "-m", rehearsal.__name__, folder, *labels]
-        with subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        ) as process:
-            try:
-                process.wait(REHEARSAL_S)
-            except subprocess.TimeoutExpired:
-                return []
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        try:
-            found: list[str] = json.loads((place / rehearsal.OBSTACLES).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # it died; a worker that does the same says why
-            return []
+        found: list[str] = []
+        for begin in range(0, len(labels), REHEARSED_AT_ONCE):
+            found += _rehearse_some(place, labels[begin : begin + REHEARSED_AT_ONCE], environment)
     return found
+
+
+def _rehearse_some(place: Path, labels: list[str], environment: Mapping[str, str]) -> Iterator[str]:
+    command = [sys.executable, "-m", rehearsal.__name__, str(place)]
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for at, label in enumerate(labels):
+            processes[label] = subprocess.Popen(
+                [*command, str(at), label, str(REHEARSAL_S)],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        until = time.monotonic() + REHEARSAL_START_S + REHEARSAL_S
+        for process in processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+        for at, (label, process) in enumerate(processes.items()):
+            if process.returncode in (None, -signal.SIGALRM):
+                _log.warning(
+                    "environments.%s was not checked to its end within %g s, so its worker will say what it lacks: give its "
+                    "class a quick check_data (docs/environments.md)",
+                    label,
+                    REHEARSAL_S,
+                )
+            with contextlib.suppress(OSError):  # it died; a worker that does the same says why
+                if sentence := (place / str(at)).read_text(encoding="utf-8"):
+                    yield sentence
+                (place / str(at)).unlink()
+    finally:
+        for process in processes.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _check_variables(config: RunConfig) -> Iterator[str]:

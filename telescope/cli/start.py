@@ -88,14 +88,15 @@ def make_plan_here(config: RunConfig) -> tuple[NodeIdentity, LaunchPlan | None]:
 
 def find_absent(config: RunConfig, plan: LaunchPlan | None, known: dict[str, list[str]]) -> list[str]:
     """What the run needs and this machine has not: sentences with the remedy. Of several hosts that have yet to meet the head
-    asks. `known`: what was found already, for the points of a sweep with the same model and environments."""
+    asks. `known`: what was found already, for the points of a sweep with the same model, backend and environments."""
     from telescope._launch.preflight import find_absent
     from telescope.config.run import as_json
 
     if plan is None:
         return []
     settings = as_json(config)
-    key = repr([settings[part] for part in ("plugin_path", "environments", "model", "inference", "cluster")])
+    shared = [settings[part] for part in ("plugin_path", "environments", "model", "inference", "cluster")]
+    key = repr([*shared, config.backend_name])  # of a fake one the weights are not looked at
     if key not in known:
         known[key] = find_absent(config, plan, elsewhere=config.cluster.slurm is not None)
     return known[key]

@@ -13,6 +13,13 @@ from telescope.config.words import ConfigProblem, did_you_mean
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+TEMPLATE_FILES = ("chat_template*", "additional_chat_templates/*")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "*_tokens*.json")
+CODE_FILES = ("*.py",)
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", *TEMPLATE_FILES, *TOKENIZER_FILES, *CODE_FILES)
+"""All that is read of a model of the hub by anyone: what `config.model_facts` tells must be there before it is told."""
+PICKLED_FILES = ("pytorch_model*.bin",)
+"""Weights of a model without safetensors files."""
 HUB_TIMEOUT_S = 10.0
 """For the hub to say whether it has a model: a name with eight addresses, none of which answers, costs no more."""
 HUB_TRIES = 2
@@ -173,9 +180,18 @@ def check_weights(name: str, folder: Path) -> None:
 
 def weight_files(name: str, folder: Path) -> list[Path]:
     """The safetensors files of a model, those that its index names where it has one. Raises `ModelBroken`."""
-    index = folder / "model.safetensors.index.json"
+    return _list_weights(name, folder, "model.safetensors.index.json", "*.safetensors")
+
+
+def pickled_files(name: str, folder: Path) -> list[Path]:
+    """The same of `pytorch_model.bin`, which count where there are no safetensors files."""
+    return _list_weights(name, folder, "pytorch_model.bin.index.json", *PICKLED_FILES)
+
+
+def _list_weights(name: str, folder: Path, index_name: str, pattern: str) -> list[Path]:
+    index = folder / index_name
     if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
+        return sorted(folder.glob(pattern))
     listed = read_json_object(name, index).get("weight_map")
     if not isinstance(listed, dict):
         raise ModelBroken(f"model.name={name}: {index} has no weight_map")
@@ -210,18 +226,50 @@ def read_json_object(name: str, file: Path) -> dict[str, Any]:
 
 
 def _from_hub(name: str) -> Path:
+    """A snapshot with all that any process reads: what lies in the cache where that is whole, so that all processes of a host
+    have one commit; else the rest of that commit is fetched. Offline a part is given as it is."""
+    cached = _in_cache(name)
+    if cached is not None and _is_whole(name, cached):
+        return cached
+    commit = None if cached is None else cached.name
+    try:
+        found = _fetch(name, HUB_FILES, commit)
+        if not weight_files(name, found):
+            found = _fetch(name, (*HUB_FILES, *PICKLED_FILES), commit)
+    except hub_errors() as error:
+        if isinstance(error, ModelBroken):
+            raise
+        raise ModelNotFound(_not_on_hub(name, _said(error))) from error
+    return found
+
+
+def _in_cache(name: str) -> Path | None:
+    """The cached snapshot, of which nobody says that it is whole: the library knows only where it has made a listing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        pass
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except hub_errors() as error:
-        raise ModelNotFound(_not_on_hub(name, _said(error))) from error
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        listed = getattr(error, "snapshot_path", None)  # of one with a listing, which lacks some of it
+        return None if listed is None else Path(listed)
+    except HFValidationError:
+        return None
+
+
+def _fetch(name: str, patterns: tuple[str, ...], commit: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=commit, allow_patterns=list(patterns)))
+
+
+def _is_whole(name: str, folder: Path) -> bool:
+    """Whether there are config, tokenizer and all weights. Former loads leave a part: a tokenizer alone, or some shards."""
+    tokenizers = [file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)]
+    weights = weight_files(name, folder) or pickled_files(name, folder)
+    indexed = any(folder.glob("*.index.json")) or not any("-of-" in file.name for file in weights)
+    there = indexed and bool(weights) and all(file.is_file() for file in weights)
+    return there and bool(tokenizers) and (folder / "config.json").is_file()
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:

@@ -107,13 +107,13 @@ async def _live(place: ProcessContext, signals: ProcessSignals) -> int:
     device = device_of(config, os.environ)
     transport = choose(config, read_placement(place.directory.plan_json))
     engine = build_engine(config, place.identity.run_id, device, place.name, scratch, transport)
-    name = config.model.name
-    model = read_model_facts(name, model_folder(name), weights=settings.engine != "fake")
     code, why = 0, "it did not close within its deadline"
     try:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):
             await _room_made(config, device)
             await engine.start()
+        weights = settings.engine != "fake"
+        model = await asyncio.to_thread(read_model_facts, config.model, model_folder(config.model.name), weights=weights)
         signalled = signals.watch_on_loop()
         status = Status(place.name)
         async with (

@@ -106,9 +106,9 @@ def live(place: ProcessContext, signals: ProcessSignals) -> int:
             link.progress(doing)
 
     resume = read_resume(place.directory)
-    name = config.model.name
-    model = None if config.backend_name == "fake" else read_model_facts(name, model_folder(name), weights=True)
     backend = config.backend.build(job(config, world, progress, resume))
+    name = config.model.name  # its facts are those of what was loaded, all of which is there now
+    model = None if config.backend_name == "fake" else read_model_facts(config.model, model_folder(name), weights=True)
     freeze_heap()
     length = backend.attention_length
     hello = place.make_hello("trainer", capacity=CREDITS, rank=world.rank, model=model, attention_length=length)

@@ -47,8 +47,8 @@ def run_worker(context: ProcessContext, signals: ProcessSignals) -> int:
     config = context.config
     limits = PlayLimits.from_config(config)
     folder = model_folder(config.model.name)
-    model = read_model_facts(config.model.name, folder, weights=False)
     template = load_template(config.model, folder)
+    model = read_model_facts(config.model, folder, weights=False)
     deadline_s = config.cluster.placement_timeout_s / 2
     environments = {
         label: leave_out_too_long(loaded, template, limits.of(loaded).max_prompt_tokens, deadline_s)

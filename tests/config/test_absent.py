@@ -12,7 +12,7 @@ import pytest
 from telescope._launch import preflight
 from telescope._launch.preflight import find_absent, find_obstacles
 from telescope._launch.process_plan import Host, make_plan
-from telescope.cli import check, run
+from telescope.cli import check, run, start
 from telescope.config.models import EMBEDDED
 from tests.config.conftest import compose_one
 
@@ -142,14 +142,33 @@ def test_an_environment_of_the_users_own_is_asked_in_a_process_like_a_worker(own
     assert absent("env=[own]", f"cluster.env={{PUZZLES: {puzzles}}}", config_dir=own) == []  # a worker's variables
 
 
-def test_an_environment_that_takes_long_or_dies_is_left_to_its_worker(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_takes_long_or_dies_is_left_to_its_worker(
+    own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     file = own / "plugins/environments/own.py"
     file.write_text(OWN.replace("        texts =", "        import threading; threading.Event().wait(60)\n        texts ="))
-    monkeypatch.setattr(preflight, "REHEARSAL_S", 3.0)
+    monkeypatch.setattr(preflight, "REHEARSAL_S", 1.0)
     assert absent("env=[own]", config_dir=own) == []
+    assert "environments.own was not checked to its end within 1 s, so its worker will say what it lacks" in caplog.text
+    caplog.clear()
     file.write_text(OWN.replace("        texts =", "        os._exit(3)\n        texts ="))
     monkeypatch.setattr(preflight, "REHEARSAL_S", 60.0)
     assert absent("env=[own]", config_dir=own) == []
+    assert caplog.text == ""
+
+
+def test_a_slow_environment_hides_nothing_of_the_others(
+    own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = OWN.replace("class Own", "class Slow").replace(
+        "        texts =", "        import time; time.sleep(60)\n        texts ="
+    )
+    (own / "plugins/environments/slow.py").write_text(slow)
+    monkeypatch.setattr(preflight, "REHEARSAL_S", 4.0)
+    (sentence,) = absent("env=[slow,own]", config_dir=own)
+    assert sentence.startswith("environments.own (environment 'own') in ")
+    assert "environments.slow was not checked to its end" in caplog.text
+    assert "environments.own" not in caplog.text
 
 
 def test_a_data_set_of_the_hub_is_not_fetched_for_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,3 +216,15 @@ def test_points_of_a_sweep_with_the_same_environments_are_asked_once(
     assert check.main([*FAKE, "--config-dir", str(own), "env=[own]", "-m", "seed=1,2,3"]) == 1
     assert len(asked) == 1
     assert "3 of 3 points are invalid." in capsys.readouterr().out
+
+
+def test_points_of_a_sweep_with_another_backend_are_judged_apart(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 12)
+    known: dict[str, list[str]] = {}
+    found = []
+    for backend in ("fake", "fsdp"):
+        config = compose_one(*FAKE, "model=any", f"model.name={folder}", f"backend={backend}").config
+        assert config is not None
+        found.append(start.find_absent(config, make_plan(config, (CPU,)), known))
+    assert found[0] == []
+    assert "model.safetensors can't be read" in found[1][0]

@@ -1,5 +1,7 @@
 """Rewards to advantages, by hand."""
 
+import random
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,8 @@ from telescope.algorithms.gspo import GSPO
 from telescope.algorithms.reinforce_pp import ReinforcePP
 from telescope.algorithms.rloo import RLOO
 from telescope.algorithms.sapo import SAPO
+from telescope.maths.advantages import Groups
+from telescope.maths.rounding import is_rounding
 
 ALL = [GRPO(), RLOO(), ReinforcePP(), DrGRPO(), CISPO(), GSPO(), SAPO()]
 ALL += [GRPO(advantage_norm="batch"), GRPO(advantage_norm="none"), RLOO(advantage_norm="batch"), DrGRPO(advantage_norm="batch")]
@@ -115,3 +119,15 @@ def test_a_reward_that_is_no_number_is_refused_in_words(rewards):
 def test_no_rollouts_make_no_advantages():
     for algorithm in ALL:
         assert advantages(algorithm, []).shape == (0,)
+
+
+def test_a_group_is_equal_for_the_core_and_for_the_trainer_alike():
+    draw = random.Random(7)
+    verdicts = set()
+    for _ in range(2000):
+        low = draw.uniform(-1, 1) * 10.0 ** draw.randint(-6, 6)
+        high = low + max(1.0, abs(low)) * draw.uniform(0.5, 2.0) * 10.0 ** draw.choice((-12, -13, -12, -11))
+        same = is_rounding(low, high)
+        assert Groups(np.array([high, low]), np.array([0, 0])).equal.tolist() == [same, same]
+        verdicts.add(same)
+    assert verdicts == {True, False}

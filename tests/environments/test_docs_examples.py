@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from telescope.environments.base import Environment
 from telescope.environments.template import ChatTemplate
 from tests.environments.judge_server import judging
 from tests.environments.playing import played
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [DOCS / f"{name}.md" for name in ("environments", "multi_turn", "rewards", "judges")]
+
+NOT_OVERRIDDEN = ("run_reward",)
 
 
 @pytest.fixture
@@ -98,3 +101,10 @@ def test_the_first_hour_finds_no_equation_right_until_its_reward_is_mended(
             assert equation.reward(prompt, prompt.answer).total == 1.0
             assert equation.reward(prompt, prompt.answer.replace(" ", "")).total == right
             assert equation.reward(prompt, prompt.answer.partition(" =")[0]).total == 0.0
+
+
+def test_all_that_an_environment_may_override_is_on_its_page() -> None:
+    page = (DOCS / "environments.md").read_text(encoding="utf-8")
+    hooks = [name for name, value in vars(Environment).items() if callable(value) and not name.startswith(("_", "model_"))]
+    assert {"first_request", "right_answer", "check_data", "prompts"} <= set(hooks)
+    assert [name for name in hooks if name not in NOT_OVERRIDDEN and f"`{name}(" not in page] == []

@@ -122,7 +122,9 @@ async def test_it_says_hello_serves_and_ends_on_stop(tmp_path: Path):
     async with bench(tmp_path) as here:
         hello = (await here.joined()).hello
         assert (hello.role, hello.name, hello.version, hello.capacity) == ("server", "server-0", 0, 32 * 8)
-        assert hello.model == read_model_facts("tiny", EMBEDDED / "tiny", weights=False)  # a fake engine loads none
+        assert hello.model == read_model_facts(
+            ModelSettings(name="tiny"), EMBEDDED / "tiny", weights=False
+        )  # a fake engine loads none
         answer = await here.ask(generate(), PROMPT)
         assert isinstance(answer.body, Completion)
         assert {len(array) for array in answer.arrays} == {answer.body.tokens}

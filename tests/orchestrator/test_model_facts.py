@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from telescope.config import model_facts
 from telescope.config.model_facts import read_model_facts
 from telescope.config.models import EMBEDDED, ModelBroken
-from telescope.config.sections import ClusterSettings
+from telescope.config.sections import ClusterSettings, ModelSettings
 from telescope.orchestrator.peers import Peers
 from telescope.records import ModelFacts
 from telescope.wire.messages import Hello
+
+MINE = ModelSettings(name="mine")
+TRUSTED = ModelSettings(name="mine", trust_remote_code=True)
 
 
 @pytest.fixture
@@ -36,9 +40,9 @@ def peers() -> Peers:
     return Peers.from_config(ClusterSettings(inference_num_workers=2, trainer_num_workers=1, env_num_workers=1))
 
 
-def hello(name: str, folder: Path, incarnation: str = "first") -> Hello:
+def hello(name: str, folder: Path, incarnation: str = "first", model: ModelSettings = MINE) -> Hello:
     role: Any = name.rpartition("-")[0]
-    facts = read_model_facts("mine", folder, weights=role != "worker")
+    facts = read_model_facts(model, folder, weights=role != "worker")
     return Hello(
         role=role,
         name=name,
@@ -76,6 +80,11 @@ def change_one_tensor(folder: Path) -> None:
     save_file(tensors | {name: changed}, folder / "model.safetensors")
 
 
+def move_the_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    change("tokenizer_config.json", chat_template="{{ messages }}")(folder)
+
+
 def rename_the_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
 
@@ -85,11 +94,13 @@ FAULTS = [
     ("dtype", change("config.json", dtype="bfloat16"), ("bfloat16", "float32")),
     ("generation defaults", change("generation_config.json", temperature=0.6), ('"temperature": 0.6', '{"')),
     ("chat template", append("chat_template.jinja", " "), ("digest ", "digest ")),
-    ("tokenizer", append("tokenizer.json", "\n"), ("digest ", "digest ")),
-    ("tokenizer", change("tokenizer_config.json", add_bos_token=True), ("digest ", "digest ")),
-    ("chat template", change("tokenizer_config.json", chat_template="{{ messages }}"), ("digest ", "digest ")),
-    ("model code", append("modeling_mine.py", "x = 1\n"), ("digest ", "digest ")),
-    ("config.json", append("config.json", "\n"), ("digest ", "digest ")),
+    ("chat template", move_the_template, ("tokenizer_config.json digest ", "chat_template.jinja digest ")),
+    ("tokenizer", change("tokenizer.json", version="2.0"), ("tokenizer.json digest ", "tokenizer.json digest ")),
+    ("tokenizer", append("added_tokens.json", "{}"), ("added_tokens.json digest ", "tokenizer.json digest ")),
+    ("tokenizer_config.json", change("tokenizer_config.json", padding_side="right"), ('side: "right"', 'side: "left"')),
+    ("config.json", change("config.json", hidden_act="gelu"), ('hidden_act: "gelu"', 'hidden_act: "silu"')),
+    ("config.json", change("config.json", layer_types=["full_attention"] * 9), ("layer_types: digest ", "layer_types: [")),
+    ("model code", append("modeling_mine.py", "x = 1\n"), ("modeling_mine.py digest ", "none")),
     ("model.safetensors", change_one_tensor, (" bytes, digest ", " bytes, digest ")),
     ("weight files", rename_the_weights, ("weights.safetensors", "model.safetensors")),
 ]
@@ -99,9 +110,11 @@ FAULTS = [
 def test_a_fault_in_a_fact_is_refused_at_the_join_by_process_fact_both_values_and_remedy(
     peers: Peers, folder: Path, other: Path, fact: str, plant: Callable[[Path], None], values: tuple[str, str]
 ) -> None:
+    for place in (folder, other) if fact == "model code" else ():
+        change("config.json", auto_map={"AutoConfig": "modeling_mine.Config"})(place)
     plant(other)
-    assert peers.admit("trainer-0", hello("trainer-0", folder)) == ""
-    refusal = peers.admit("server-1", hello("server-1", other))
+    assert peers.admit("trainer-0", hello("trainer-0", folder, model=TRUSTED)) == ""
+    refusal = peers.admit("server-1", hello("server-1", other, model=TRUSTED))
     begin = f"server-1 is refused, because it has read another model.name=mine than trainer-0: {fact} is "
     assert refusal.startswith(begin)
     assert refusal.removeprefix(begin).index(values[0]) < refusal.removeprefix(begin).rindex(values[1])
@@ -110,7 +123,86 @@ def test_a_fault_in_a_fact_is_refused_at_the_join_by_process_fact_both_values_an
 
 
 def test_every_fact_has_its_fault(folder: Path) -> None:
-    assert set(read_model_facts("mine", folder, weights=True).facts) == {fact for fact, *_ in FAULTS}
+    assert set(read_model_facts(MINE, folder, weights=True).facts) == {fact for fact, *_ in FAULTS}
+
+
+HARMLESS = [
+    change("config.json", transformers_version="1.2.3", _name_or_path="/elsewhere"),
+    change("config.json", text_config={}, vision_config={"transformers_version": "1.2.3"}),
+    append("config.json", "\n"),
+    append("tokenizer.json", "\n"),
+    append("generation_config.json", "\n"),
+    change("tokenizer_config.json", name_or_path="/elsewhere", is_local=True, backend="tokenizers"),
+    change("tokenizer_config.json", chat_template="{{ not in force }}"),
+    append("convert.py", "x = 1\n"),
+    append("mine.tiktoken", "abc"),
+    append("vocab.txt", "abc"),
+]
+
+
+@pytest.mark.parametrize("plant", HARMLESS, ids=range(len(HARMLESS)))
+@pytest.mark.parametrize("model", [MINE, TRUSTED], ids=["mine", "trusted"])
+def test_what_makes_no_other_model_ends_no_run(
+    peers: Peers, folder: Path, other: Path, plant: Callable[[Path], None], model: ModelSettings
+) -> None:
+    for place in (folder, other):
+        change("config.json", text_config={}, vision_config={})(place)
+    plant(other)
+    assert peers.admit("trainer-0", hello("trainer-0", folder, model=model)) == ""
+    assert peers.admit("server-1", hello("server-1", other, model=model)) == ""
+
+
+def test_the_folders_template_counts_for_nothing_beside_that_of_the_settings(folder: Path, other: Path) -> None:
+    append("chat_template.jinja", " ")(other)
+    own = ModelSettings(name="mine", chat_template="{{ messages }}")
+    one, two = (read_model_facts(own, place, weights=False).facts for place in (folder, other))
+    assert one == two
+    assert one["chat template"] == "model.chat_template"
+
+
+def test_code_that_nobody_may_run_does_not_count(folder: Path) -> None:
+    append("modeling_mine.py", "x = 1\n")(folder)
+    change("config.json", auto_map={"AutoConfig": "modeling_mine.Config"})(folder)
+    assert read_model_facts(MINE, folder, weights=False).facts["model code"] == "none"
+    assert read_model_facts(TRUSTED, folder, weights=False).facts["model code"].startswith("modeling_mine.py digest ")
+
+
+def test_a_tokenizer_without_tokenizer_json_is_told_by_its_other_files(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    append("mine.tiktoken", "abc")(folder)
+    assert read_model_facts(MINE, folder, weights=False).facts["tokenizer"].startswith("mine.tiktoken digest ")
+
+
+def test_pickled_weights_are_compared_by_name_and_size(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"x" * 1234)
+    (folder / "training_args.bin").write_bytes(b"x")
+    facts = read_model_facts(MINE, folder, weights=True).facts
+    assert (facts["weight files"], facts["pytorch_model.bin"]) == ("pytorch_model.bin", "1,234 bytes")
+
+
+def test_of_many_tensors_a_bounded_number_is_read_the_first_and_the_last_among_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    spread = model_facts._spread
+
+    def note(places: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+        found = spread(places, most)
+        read.append(len(found))
+        assert found[0] == places[0]
+        assert found[-1] == places[-1]
+        return found
+
+    monkeypatch.setattr(model_facts, "_spread", note)
+    tensors = {f"expert.{at:04}": np.full(2, at, dtype=np.float32) for at in range(500)}
+    save_file(tensors, folder / "model.safetensors")
+    read_model_facts(MINE, folder, weights=True)
+    (folder / "model.safetensors").unlink()
+    for at in range(100):
+        save_file(tensors, folder / f"model-{at:03}.safetensors")
+    read_model_facts(MINE, folder, weights=True)
+    assert read == [64] + [10] * 100
 
 
 def test_a_copy_of_the_same_files_is_the_same_model(peers: Peers, folder: Path, other: Path) -> None:
@@ -144,11 +236,11 @@ def test_a_server_that_is_started_again_on_other_weights_is_refused(peers: Peers
 def test_each_tensor_counts(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors, folder / "model.safetensors")
-    seen = {read_model_facts("mine", folder, weights=True).facts["model.safetensors"]}
+    seen = {read_model_facts(MINE, folder, weights=True).facts["model.safetensors"]}
     for name in sorted(tensors):
         changed = tensors | {name: (tensors[name] * np.float32(1.5) + np.float32(0.25)).astype(tensors[name].dtype)}
         save_file(changed, folder / "model.safetensors")
-        seen.add(read_model_facts("mine", folder, weights=True).facts["model.safetensors"])
+        seen.add(read_model_facts(MINE, folder, weights=True).facts["model.safetensors"])
     assert len(seen) == 1 + len(tensors)
 
 
@@ -170,4 +262,4 @@ def test_long_values_are_shown_where_they_part(peers: Peers, folder: Path) -> No
 def test_a_folder_that_can_not_be_read_is_named(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelBroken, match=r"model\.name=mine: .*config\.json can't be read as JSON"):
-        read_model_facts("mine", folder, weights=False)
+        read_model_facts(MINE, folder, weights=False)

@@ -276,7 +276,7 @@ async def test_a_rank_tells_what_it_has_read_of_its_model(tmp_path):
     async with bench(tmp_path, FSDP(), model=ModelSettings(name="tiny")) as here:
         joined = await here.next()
     assert isinstance(joined, PeerJoined), joined
-    assert joined.hello.model == read_model_facts("tiny", EMBEDDED / "tiny", weights=True)
+    assert joined.hello.model == read_model_facts(ModelSettings(name="tiny"), EMBEDDED / "tiny", weights=True)
 
 
 async def test_ranks_that_disagree_with_the_configuration_are_refused(tmp_path):

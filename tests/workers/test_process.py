@@ -117,7 +117,7 @@ async def test_a_worker_says_hello_plays_a_step_cheaply_and_stops(tmp_path: Path
     async with hub_and_worker(directory, config) as (hub, process):
         hello = (await joined(hub)).hello
         assert (hello.role, hello.capacity) == ("worker", 1024)
-        assert hello.model == read_model_facts("tiny", EMBEDDED / "tiny", weights=False)
+        assert hello.model == read_model_facts(ModelSettings(name="tiny"), EMBEDDED / "tiny", weights=False)
         assert [(card.name, card.split_sizes) for card in hello.environments] == [("task", {"train": 100_000, "eval": 512})]
         await play_all(hub, 256, (6, 1))  # a first step, so that nothing is counted that happens once
         watched = psutil.Process(process.pid)

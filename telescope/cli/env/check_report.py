@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from telescope.environments.template import ChatTemplate
+from telescope.maths.rounding import is_rounding
 from telescope.records import PromptRef, RolloutOrder
 from telescope.wire.messages import RolloutError, RolloutResult
 
@@ -166,29 +167,36 @@ def _find_wrong_answers(stated: Stated, done: Sequence[Played]) -> Iterator[str]
     if stated.right is None or stated.reward_range is None:
         return
     scored = [(each.order.prompt, each.body.reward) for each in done if isinstance(each.body, RolloutResult)]
-    wrong = {prompt.index: reward for prompt, reward in scored if reward < stated.reward_range[1] and stated.right(prompt)}
+    whole = stated.reward_range[1]
+    wrong = {prompt.index: reward for prompt, reward in scored if not is_rounding(reward, whole) and stated.right(prompt)}
     if wrong:
         index, reward = next(iter(wrong.items()))
         yield (
-            f"the right answers of {len(wrong)} prompts do not earn the {stated.reward_range[1]:g} that is stated, e.g. prompt "
+            f"the right answers of {len(wrong)} prompts do not earn the {whole:g} that is stated, e.g. prompt "
             f"{index} earns {reward:g}: is that the form in which the reward wants them (`right_answer` says it)?"
         )
 
 
 def _find_reward_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
     rewards = _collect_rewards(done)
-    if len(rewards) > 1 and min(rewards) == max(rewards):
+    if len(rewards) > 1 and is_rounding(min(rewards), max(rewards)):
         yield f"all {len(rewards)} rewards are {rewards[0]:g}: nothing can be learnt from that (a script may be the reason)"
     if stated.reward_range is not None:
-        outside = [reward for reward in rewards if not stated.reward_range[0] <= reward <= stated.reward_range[1]]
+        outside = [reward for reward in rewards if not _is_within(reward, stated.reward_range)]
         if outside:
             yield f"{len(outside)} rewards lie outside what is stated, e.g. {outside[0]:g}"
 
 
+def _is_within(value: float, ends: tuple[float, float]) -> bool:
+    """But for rounding: 0.1 + 0.2 + 0.7 is within 0 to 1."""
+    low, high = ends
+    return low <= value <= high or any(np.isfinite(end) and is_rounding(*sorted((end, value))) for end in ends)
+
+
 def _find_metric_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
     for name, values in _collect_metrics(done).items():
-        low, high = stated.metrics_ranges.get(name, (-np.inf, np.inf))
-        outside = [value for value in values if not low <= value <= high]
+        ends = stated.metrics_ranges.get(name)
+        outside = [] if ends is None else [value for value in values if not _is_within(value, ends)]
         if outside:
             yield f"metric {name} lies outside what is stated, e.g. {outside[0]:g}"
         if len(values) < len(done):

@@ -226,6 +226,22 @@ SAID = """
 """
 
 
+SUMMED = """
+from telescope.environments.base import Prompt, Reward, SingleTurn
+
+class Summed(SingleTurn):
+    reward_min = 0.0
+    reward_max = 1.0
+    metrics_ranges = {"whole": (0.0, 1.0)}
+
+    def prompts(self, split):
+        return [Prompt(({"role": "user", "content": str(n)},), answer=str(n)) for n in range(4)]
+
+    def reward(self, prompt, answer):
+        return Reward(TOTAL, metrics={"whole": TOTAL})
+"""
+
+
 @pytest.fixture
 def tagged(tmp_path: Path) -> list[str]:
     home = tmp_path / "plugins" / "environments"
@@ -270,6 +286,20 @@ def test_grader_processes_are_kept_between_rollouts_and_their_start_is_no_time_o
     assert len(starts) <= 4
     (longest,) = re.findall(r"own time: median .* longest ([0-9.]+) ms", said)
     assert float(longest) < 5000
+
+
+def test_a_whole_reward_that_is_a_sum_is_the_whole_but_for_rounding(
+    tagged: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 0.7 + 0.2 + 0.1 < 1.0 < 1.0000000000000002
+    for at, total in enumerate(("0.7 + 0.2 + 0.1", "1.0000000000000002")):
+        text = SUMMED.replace("Summed", f"Summed{at}").replace("TOTAL", total)
+        (Path(tagged[3]) / f"plugins/environments/summed{at}.py").write_text(text)
+        assert main(["check", f"summed{at}", *tagged[2:]]) == 0
+        said = capsys.readouterr().out
+        assert rewards(said) == ["1"] * 8
+        assert "do not earn" not in said
+        assert "outside what is stated" not in said
 
 
 @pytest.mark.parametrize(
