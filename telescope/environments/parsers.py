@@ -27,7 +27,7 @@ THOUGHTS = (
 """With what models open and close a thought; gpt-oss thinks in a channel (`say_channels`)."""
 _ONLY_BY_PROMPT = tuple((f"<{tag}>", f"</{tag}>") for tag in ("thinking", "reasoning", "thought"))
 _CHANNEL = "<|channel|>"
-_CHANNELS = re.compile(r"\s*(?:<\|start\|>\w{0,64})?\s*(?:to=[^\s<]{1,256}\s*)?<\|channel\|>")
+_CHANNELS = re.compile(r"(?:<\|start\|>\w{0,64})?\s{0,8}(?:to=[^\s<]{1,256}\s{0,8})?<\|channel\|>")
 HARMONY_TO = re.compile(r"to=(?:functions\.)?([\w.-]{1,256})")
 _HARMONY_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 _HARMONY_END = re.compile(r"<\|(?:end|call|return)\|>")
@@ -82,7 +82,7 @@ def strip_thought(answer: str, *, channels: bool = True) -> str:
     A thought that never ends is all thought: "".
     """
     said = _leave_thought(answer, THOUGHTS)
-    if said is not None and channels and _CHANNELS.match(said):
+    if said is not None and channels and _CHANNELS.match(said.lstrip()):
         said = say_channels(said)
     return said or ""
 
@@ -165,7 +165,7 @@ class ThinkTags:
         said: str | None = completion
         if self.tag == "think":
             said = _leave_thought(completion, THOUGHTS[1:])
-            said = say_channels(said) if said is not None and _CHANNELS.match(said) else said
+            said = say_channels(said) if said is not None and _CHANNELS.match(said.lstrip()) else said
         if said is None:
             return None
         _, closed, rest = said.rpartition(f"</{self.tag}>")
