@@ -168,7 +168,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(telescope, tmp_path, argume
 def test_a_sweep_with_wrong_points_starts_none(telescope, tmp_path):
     shown = telescope("-m", "algorithm=grpo,gspo,sapo", "algorithm.use_tis=true")
     assert shown.returncode == 1
-    assert shown.stderr.startswith("2 of 3 points are invalid; nothing was started.\nalgorithm=gspo algorithm.use_tis=true\n")
+    assert shown.stderr.startswith("1 of 3 points are invalid; nothing was started.\nalgorithm=gspo algorithm.use_tis=true\n")
     assert list(tmp_path.iterdir()) == []
 
 

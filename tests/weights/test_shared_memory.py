@@ -125,7 +125,7 @@ def test_segments_are_private_and_another_runs_are_refused(tmp_path):
     theirs, _ = pair(tmp_path, "theirs")
     manifest = theirs.publish(1, small(1))
     assert os.stat(manifest.location).st_mode & 0o777 == 0o600
-    with pytest.raises(WeightsCorrupt, match="no shared-memory segment of this run"):
+    with pytest.raises(WeightsCorrupt, match="not a shared-memory segment of this run"):
         reader.read(manifest)
     mine = publisher.publish(1, small(1))
     os.chmod(mine.location, 0o644)
