@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -121,7 +122,9 @@ class Megatron(BackendSettings):
             raise ValueError(NO_GPU)
         if not is_installed():
             raise ValueError(NOT_INSTALLED)
-        from telescope.backends.megatron.backend import MegatronBackend
+        with warnings.catch_warnings():  # of Apex and Transformer Engine, which nothing here uses, are not there
+            warnings.simplefilter("ignore")
+            from telescope.backends.megatron.backend import MegatronBackend
 
         return MegatronBackend(self, job)
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2 and Qwen2.5", "qwen3": "Qwen3 (dense)"}
+ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2 (and 2.5)", "qwen3": "Qwen3 (dense)"}
 """By transformers' `model_type`."""
 
 Kind = Literal["whole", "heads", "gated", "vocabulary"]
