@@ -39,7 +39,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3 untied": {"tie_word_embeddings": False, "rope_parameters": YARN},
@@ -77,11 +77,12 @@ TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
 WHOLE_ROWS, WHOLE_MOMENTS = {"sequence_parallel": False}, {"use_distributed_optimizer": False}
 CASES = {
     "1": Case(1),
-    "1, spread over itself": Case(1, settings={"gradient_checkpointing": "selective"}),
+    "1, selective": Case(1, settings={"gradient_checkpointing": "selective"}),
     "TP 2": Case(2, settings=TP2),
     "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS),
     "TP 2, whole rows, computed again": Case(2, settings=TP2 | WHOLE_ROWS | {"gradient_checkpointing": "full"}),
     "TP 2, computed again": Case(2, settings=TP2 | {"gradient_checkpointing": True}),
+    "TP 2, selective": Case(2, settings=TP2 | {"gradient_checkpointing": "selective"}),
     "TP 2, cut": Case(2, settings=TP2, support=Support(top_k=40, top_p=0.9), temperature=0.7),
     "TP 2, penalties": Case(2, settings=TP2, algorithm=ALL_PENALTIES),
     "DP 2": Case(2),

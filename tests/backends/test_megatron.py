@@ -21,10 +21,10 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here: the extra `megatron` brings it")
 
-from telescope.backends.base import World  # noqa: E402
-from telescope.cli.export import Wanted, export  # noqa: E402
-from telescope.config.sections import ModelSettings  # noqa: E402
-from tests.backends.megatron_ranks import (  # noqa: E402
+from telescope.backends.base import World
+from telescope.cli.export import Wanted, export
+from telescope.config.sections import ModelSettings
+from tests.backends.megatron_ranks import (
     CASES,
     PLANTED,
     RESUMED,
@@ -35,8 +35,8 @@ from tests.backends.megatron_ranks import (  # noqa: E402
     pack_all,
     whole_shard,
 )
-from tests.backends.shards import make_job, part  # noqa: E402
-from tests.backends.watching import watch  # noqa: E402
+from tests.backends.shards import make_job, part
+from tests.backends.watching import watch
 
 LIMIT_S = 1200.0
 """Of a machine that does much else at the time."""
@@ -118,7 +118,9 @@ def test_it_is_what_fsdp_computes(folder: Path, plain: dict[tuple[Any, ...], Pla
         np.testing.assert_allclose(mine, wanted, rtol=0, atol=1e-5)
         metrics = msgspec.json.decode((folder / f"{name}-{rank}.json").read_bytes())
         same = {"loss", "grad_norm", "entropy", "kl_divergence_inference", "trained_tokens", "packed_tokens", "learning_rate"}
-        assert {each: metrics[each] for each in same} == pytest.approx({each: expected.metrics[each] for each in same}, rel=1e-5)
+        assert {each: metrics[each] for each in same} == pytest.approx(
+            {each: expected.metrics[each] for each in same}, rel=1e-5
+        )
         assert metrics.keys() == expected.metrics.keys()
     assert list(found["weights"]) == list(expected.weights), "names, and their order"
     apart = max(float((found["weights"][each] - tensor).abs().max()) for each, tensor in expected.weights.items())

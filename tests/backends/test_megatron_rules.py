@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here: the extra `megatron` brings it")
 
-from telescope.backends.megatron.rules import ARCHITECTURES, ModelFacts, TensorMap, named, rules  # noqa: E402
+from telescope.backends.megatron.rules import ARCHITECTURES, ModelFacts, TensorMap, named, rules
 
 SIZES = {
     "vocab_size": 13, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -34,7 +34,11 @@ def tensors(kind: str, tied: bool) -> dict[str, torch.Tensor]:
 
 def cut(table: TensorMap, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a rank has of each."""
-    return {name: tensor.narrow(dim or 0, first, count) for name, tensor in whole.items() for dim, first, count in [table.here(name)]}
+    return {
+        name: tensor.narrow(dim or 0, first, count)
+        for name, tensor in whole.items()
+        for dim, first, count in [table.here(name)]
+    }
 
 
 def shape(table: TensorMap, name: str, size: int) -> tuple[int, ...]:

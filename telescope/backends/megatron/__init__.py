@@ -90,6 +90,13 @@ class Megatron(BackendSettings):
                 "backend.sequence_parallel=true spreads a row over the ranks of backend.tensor_parallel_size, which is 1: set "
                 "sequence_parallel=auto, or tensor_parallel_size=2 or more",
             )
+        if self.gradient_checkpointing == "selective" and size > 1 and not self.spreads_sequence():
+            yield (
+                ("backend.gradient_checkpointing", "backend.sequence_parallel", "backend.tensor_parallel_size"),
+                "backend.gradient_checkpointing=selective keeps the results of products, and with "
+                "backend.sequence_parallel=false these are summed over ranks in place: set sequence_parallel=auto, or "
+                "gradient_checkpointing=full",
+            )
         if self.use_distributed_optimizer is True and ranks == size:
             yield (
                 ("backend.use_distributed_optimizer", workers, "backend.tensor_parallel_size"),

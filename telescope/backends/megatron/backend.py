@@ -118,7 +118,7 @@ class MegatronBackend(SteppingBackend):
     @torch.no_grad()
     def _fill(self, policy: Policy, files: Any, put: Callable[[str, Tensor], object], dtype: torch.dtype) -> None:
         shapes = {name: tuple(parameter.shape) for name, parameter in policy.lm.named_parameters()}
-        state.fill(self._table, files, shapes.__getitem__, lambda name, whole: put(name, whole) and None, dtype, self._device)
+        state.fill(self._table, files, shapes.__getitem__, put, dtype, self._device)
 
     # ---- a step
 

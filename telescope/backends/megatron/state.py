@@ -39,7 +39,7 @@ READ_AT_ONCE = 1 << 30
 
 
 def fill(
-    table: TensorMap, files: ModelCheckpoint, shapes: Callable[[str], tuple[int, ...]], put: Callable[[str, Tensor], None],
+    table: TensorMap, files: ModelCheckpoint, shapes: Callable[[str], tuple[int, ...]], put: Callable[[str, Tensor], object],
     dtype: torch.dtype, device: str,
 ) -> None:  # fmt: skip
     """Read this rank's parts of a model's own files, one parameter after another, and hand each to `put`, by megatron-core's

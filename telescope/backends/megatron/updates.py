@@ -23,6 +23,8 @@ class Updater(CommonUpdater):
         """`everywhere`: by parameter, whether all ranks of a model have all of it."""
         super().__init__(job, scaled=scaled)
         self._ddp, self._masters, self._everywhere = ddp, masters, everywhere
+        self.steps = 0.0
+        """Updates that moved the weights."""
         trainer = job.trainer
         matrices, others = [], []
         for name, piece in masters.pieces.items():
@@ -46,6 +48,7 @@ class Updater(CommonUpdater):
         for piece in self._masters.pieces.values():
             piece.updated.grad = piece.gradient.to(piece.updated.dtype)
         self.optimizer.step()
+        self.steps += 1
         self._masters.publish()
 
     def _clear(self) -> None:
@@ -56,12 +59,6 @@ class Updater(CommonUpdater):
     def began(self) -> bool:
         """Whether there are moments, which the first step makes; on all ranks or none."""
         return self.steps > 0
-
-    @property
-    def steps(self) -> float:
-        """Updates that moved the weights."""
-        state = next(iter(self.optimizer.state.values()), None)
-        return 0.0 if state is None else float(state["step"])
 
     def moment(self, kind: str, piece: Piece) -> Tensor:
         """`exp_avg` or `exp_avg_sq` of a piece, in its place."""
@@ -80,3 +77,4 @@ class Updater(CommonUpdater):
         self.optimizer.zero_grad(set_to_none=True)
         for state in self.optimizer.state.values():
             state["step"].fill_(steps)
+        self.steps = steps
