@@ -71,9 +71,8 @@ def assume_latencies(config: RunConfig, shape: ModelShape, card: GpuCard, comple
     most = config.rollout.max_tokens
     mean = completion_tokens or MEAN_SHARE * most
     backend = config.backend
-    alike = {
-        name: getattr(backend, name) for name in ("gradient_checkpointing", "mixed_precision_dtype") if hasattr(backend, name)
-    }
+    common = ("gradient_checkpointing", "mixed_precision_dtype")
+    alike = {name: getattr(backend, name) for name in common if hasattr(backend, name)}
     fsdp = backend if isinstance(backend, FSDP) else FSDP(**alike)
     work = PlannedWork(
         shape=shape,

@@ -18,7 +18,7 @@ from telescope.backends.megatron.backend import MegatronBackend
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """megatron-core makes its parameters and buffers on the device that this names."""
-    with mock.patch("torch.cuda.current_device", lambda: torch.device("cpu")):
+    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
         yield
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ LIMIT_S = 1200.0
 """Of a machine that does much else at the time."""
 CLOSE = 1e-5
 """‖g − g′‖ / ‖g‖ of each parameter's gradient."""
+SAME = ("loss", "grad_norm", "entropy", "kl_divergence_inference", "trained_tokens", "packed_tokens", "learning_rate")
+"""Metrics that do not depend on rows and ranks."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -117,9 +119,8 @@ def test_it_is_what_fsdp_computes(folder: Path, plain: dict[tuple[Any, ...], Pla
         wanted = np.concatenate([expected.logprobs[ends[i] - whole_shard().items[i].length : ends[i]] for i in own])
         np.testing.assert_allclose(mine, wanted, rtol=0, atol=1e-5)
         metrics = msgspec.json.decode((folder / f"{name}-{rank}.json").read_bytes())
-        same = {"loss", "grad_norm", "entropy", "kl_divergence_inference", "trained_tokens", "packed_tokens", "learning_rate"}
-        assert {each: metrics[each] for each in same} == pytest.approx(
-            {each: expected.metrics[each] for each in same}, rel=1e-5
+        assert {each: metrics[each] for each in SAME} == pytest.approx(
+            {each: expected.metrics[each] for each in SAME}, rel=1e-5
         )
         assert metrics.keys() == expected.metrics.keys()
     assert list(found["weights"]) == list(expected.weights), "names, and their order"
@@ -185,17 +186,11 @@ def test_a_checkpoint_of_four_ranks_is_gone_on_with_by_one_and_by_fsdp(folder: P
 
 def by_fsdp_from(checkpoint: Path, folder: Path) -> dict[str, Any]:
     job = make_job(model=str(folder / "qwen3"), seq_len=64, pad_to_multiple_of=1)
-    backend = watch(msgspec_replace(job, checkpoint))
+    backend = watch(replace(job, resume=checkpoint))
     metrics = [backend.train_step(whole_shard(step)).metrics for step in (2, 3)]
     found = {"metrics": metrics, "weights": dict(backend.weights())}
     backend.close()
     return found
-
-
-def msgspec_replace(job: Any, checkpoint: Path) -> Any:
-    from dataclasses import replace
-
-    return replace(job, resume=checkpoint)
 
 
 @pytest.mark.timeout(LIMIT_S + 100)

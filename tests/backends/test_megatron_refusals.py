@@ -29,7 +29,7 @@ def test_a_machine_without_a_gpu_is_told_of_fsdp():
         "backend=megatron trains on GPUs alone, and there is none for the trainer's ranks: set backend=fsdp"
     ]
     assert errors(Megatron(), 1, on_cpu=True) == obstacles(Megatron(), on_gpu=False)
-    with pytest.raises(ValueError, match="set backend=fsdp$"):
+    with pytest.raises(ValueError, match=r"set backend=fsdp$"):
         Megatron().build(make_job())
 
 

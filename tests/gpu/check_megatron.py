@@ -1,10 +1,10 @@
 """backend=megatron on one or two GPUs against backend=fsdp: `python -m tests.gpu.check_megatron [--gpus 2] [--speed]`.
 
-The same batch and weights by both: log-probs, loss, every parameter's gradient, the weights after one step of AdamW. In float32
-(TF32 off) a gradient is within 1e-5 of FSDP's, by ‖g - g′‖ / ‖g‖ of each tensor; in bfloat16 within 2e-2 of FSDP's in float32, or
-within twice FSDP's own distance in bfloat16. The worst tensor is named. Then two checks of itself: a checkpoint is gone on with to
-the bit, and a sum over ranks that is left out is found. `--speed` times a model of Qwen3-0.6B's shape beside FSDP. Exits 0 only if
-all hold. No pytest module: it needs GPUs.
+The same batch and weights by both: log-probs, loss, every parameter's gradient, the weights after one step of AdamW. In
+float32 (TF32 off) a gradient is within 1e-5 of FSDP's, by ‖g - g′‖ / ‖g‖ of each tensor; in bfloat16 within 2e-2 of FSDP's in
+float32, or within twice FSDP's own distance in bfloat16. The worst tensor is named. Then two checks of itself: a checkpoint is
+gone on with to the bit, and a sum over ranks that is left out is found. `--speed` times a model of Qwen3-0.6B's shape beside
+FSDP. Exits 0 only if all hold. No pytest module: it needs GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from benchmarks.shapes import SHAPES, random_tensors
+from benchmarks.shapes import SHAPES, make_model
 from telescope.backends.base import Job, World
 from tests.backends.models import random_model, random_other
 from tests.backends.shards import make_job, make_shard, part
@@ -86,7 +86,7 @@ def rank_of(rank: int, order: Order, port: int) -> None:
     if order.shape:
         time_of(rank, order, world)
         return
-    with mock.patch(MISSING, lambda *_: None) if order.planted else nullcontext():
+    with mock.patch(MISSING, return_value=None) if order.planted else nullcontext():
         backend = build(order, make_job(model=order.model, seq_len=1024, world=world))
         shard = make_shard(lengths=LENGTHS)
         own = part(shard, SHARES[order.size // order.tensor_size][rank // order.tensor_size])
@@ -225,13 +225,7 @@ def time_of(rank: int, order: Order, world: World) -> None:
 
 
 def speed(folder: Path, gpus: int, shape: str) -> None:
-    from safetensors.torch import save_file
-
-    from benchmarks.shapes import model_config
-
-    model = folder / shape
-    model_config(SHAPES[shape]).save_pretrained(model)
-    save_file(random_tensors(SHAPES[shape], "cuda:0", torch.bfloat16, 0), model / "model.safetensors", {"format": "pt"})
+    model = make_model(SHAPES[shape], folder / shape)
     torch.cuda.empty_cache()
     for size in range(1, gpus + 1):
         for backend, settings in (("fsdp", {}), ("megatron", {}), *([("megatron", TP2)] if size == 2 else [])):
