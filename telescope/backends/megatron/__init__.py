@@ -75,8 +75,6 @@ class Megatron(BackendSettings):
     def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
         """See `BackendSettings.run_errors`."""
         workers, size = "cluster.trainer_num_workers", self.tensor_parallel_size
-        if on_cpu:
-            yield ("backend", "cluster.device"), NO_GPU
         if ranks % size:
             yield (
                 ("backend.tensor_parallel_size", workers),
