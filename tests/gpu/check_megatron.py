@@ -22,7 +22,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.shapes import SHAPES, make_model
 from telescope.backends.base import Job, World
@@ -132,7 +132,7 @@ def gone_on(backend: Any, order: Order, own: Any, world: World) -> bool:
 
 def run(order: Order) -> dict[str, Any]:
     (port,) = free_ports(1)
-    mp.spawn(rank_of, args=(order, port), nprocs=order.size)  # type: ignore[no-untyped-call]
+    spawn(rank_of, args=(order, port), nprocs=order.size)  # type: ignore[no-untyped-call]
     found: dict[str, Any] = torch.load(order.out)
     found["logprobs"] = [np.load(f"{order.out}-{rank}.npy") for rank in range(order.size)]
     return found
@@ -197,7 +197,7 @@ def tell(name: str, order: Order, plain: dict[str, dict[str, Any]], limits: dict
         apart = {each.removeprefix("lm."): tensor for each, tensor in exact["gradients"].items()}
         fine = all(worst({each: t}, {each: found["gradients"][each]})[0] <= limits[each] for each, t in apart.items())
         fine &= gap <= 0.2
-    fine &= found.get("resumed", True)
+    fine &= bool(found.get("resumed", True))
     loss = abs(found["metrics"]["loss"] - exact["metrics"]["loss"])
     print(
         f"{name}: gradient {far:.1e} ({whose}), log-probs {gap:.1e}, loss {loss:.1e}, weights {moved:.1e}"
@@ -233,7 +233,7 @@ def speed(folder: Path, gpus: int, shape: str) -> None:
                 chosen = {**settings, "mixed_precision_dtype": "bfloat16", "gradient_checkpointing": again}
                 (port,) = free_ports(1)
                 order = Order(backend, str(model), size, chosen, folder / "speed", shape=shape)
-                mp.spawn(rank_of, args=(order, port), nprocs=size)  # type: ignore[no-untyped-call]
+                spawn(rank_of, args=(order, port), nprocs=size)  # type: ignore[no-untyped-call]
 
 
 def main() -> int:

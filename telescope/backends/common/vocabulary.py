@@ -118,17 +118,16 @@ class _ShardedLogprobs(torch.autograd.Function):
             here = slice(start, start + ctx.chunk)
             temperature = _of(ctx.temperature, here)
             logits, scale = _logits(hidden[here], head_weight, targets[here], temperature, ctx.shard, ctx.support)
-            upstream = [None if one is None else one[here] for one in (of_logprob, of_entropy)]
-            facts = denominator[here], entropy[here], *upstream
+            of_p, of_h = (None if one is None else one[here] for one in (of_logprob, of_entropy))
+            facts = denominator[here], entropy[here], of_p, of_h
             alone = not isinstance(temperature, Tensor)
             if fused is not None:
-                nowhere = local[here].masked_fill(~mine[here], -1)
-                out_scale = 1 / temperature if alone else 1.0
                 d_logits = fused.gradient(
-                    logits, nowhere, *facts, scale=scale, out_scale=out_scale, dtype=hidden.dtype if alone else torch.float32
-                )
+                    logits, local[here].masked_fill(~mine[here], -1), *facts, scale=scale,
+                    out_scale=1 / temperature if alone else 1.0, dtype=hidden.dtype if alone else torch.float32,
+                )  # fmt: skip
             else:
-                d_logits = gradient_of_logits(logits.mul_(scale), local[here], *facts, target_is_here=mine[here])
+                d_logits = gradient_of_logits(logits.mul_(scale), local[here], *facts, mine[here])
                 if alone:
                     d_logits.div_(temperature)
             if not alone:

@@ -104,9 +104,10 @@ def _head_dim(config: Any) -> int:
 
 def _windows(config: Any) -> tuple[int | None, ...]:
     """As Hugging Face's attention of each architecture is told them."""
-    layers = config.num_hidden_layers
+    layers = int(config.num_hidden_layers)
     if config.model_type == "mistral":
-        return (getattr(config, "sliding_window", None),) * layers
+        window: int | None = getattr(config, "sliding_window", None)
+        return (window,) * layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 

@@ -74,9 +74,8 @@ class PackedAttention(nn.Module):
         row = packed_seq_params
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [1, H, T, D]
         q, k = rotated(q, row), rotated(k, row)
-        out, _ = self._kernel(
-            self, q, k, v, None, row=row.segments, scaling=self._scaling, sliding_window=self._window
-        )  # fmt: skip
+        told: dict[str, Any] = {"row": row.segments, "scaling": self._scaling, "sliding_window": self._window}
+        out = self._kernel(self, q, k, v, None, **told)[0]
         return out.transpose(0, 1).flatten(2)
 
 

@@ -64,7 +64,7 @@ class Masters:
 
     def _piece(self, parameter: nn.Parameter, start: int, stop: int) -> Piece:
         computing = parameter.detach().view(-1)[start:stop]
-        gradient: Tensor = parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined, operator]
+        gradient: Tensor = parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
         updated = computing if computing.dtype == self.dtype else torch.empty_like(computing, dtype=self.dtype)
         return Piece(start, stop, nn.Parameter(updated), computing, gradient)
 

@@ -26,7 +26,8 @@ class Updater(CommonUpdater):
         self.steps = 0.0
         """Updates that moved the weights."""
         trainer = job.trainer
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, piece in masters.pieces.items():
             (matrices if masters.parameters[name].ndim >= 2 else others).append(piece.updated)
         given = ((matrices, trainer.weight_decay), (others, 0.0))
