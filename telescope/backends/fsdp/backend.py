@@ -22,7 +22,7 @@ from telescope.backends.common.stepping import SteppingBackend
 from telescope.backends.fsdp import assembly, gather, sizing, state
 from telescope.backends.fsdp.policy import Policy, RowInput
 from telescope.backends.fsdp.sharding import make_mesh
-from telescope.backends.fsdp.updates import Updater
+from telescope.backends.fsdp.updates import ShardUpdater
 from telescope.maths import packing
 from telescope.weights.buckets import Bucket, ModelTensor
 
@@ -36,7 +36,7 @@ class FSDPBackend(SteppingBackend):
     """See `telescope.backends.base.Backend`. Building it is a collective too."""
 
     _policy: Policy
-    _updater: Updater
+    _updater: ShardUpdater
 
     def __init__(self, settings: FSDP, job: Job) -> None:
         self._job = job
@@ -53,7 +53,7 @@ class FSDPBackend(SteppingBackend):
                 needed = job.algorithm.needs_reference
                 self._reference = assembly.frozen(settings, job, kind, computing, self._spread) if needed else None
             scaled, hosted = computing == torch.float16, settings.offload == "optimizer"
-            self._updater = Updater(settings.optimizer, job, self._policy, scaled=scaled, hosted=hosted)
+            self._updater = ShardUpdater(settings.optimizer, job, self._policy, scaled=scaled, hosted=hosted)
             if job.resume is not None:
                 state.put_back(job.resume, self._policy, self._updater, job.world)
         except BaseException:

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from telescope.backends.base import Job
 from telescope.backends.common.updates import OptimizerUpdate as OptimizerUpdate
-from telescope.backends.common.updates import Updater as CommonUpdater
+from telescope.backends.common.updates import Updater
 from telescope.backends.fsdp import optimizers
 from telescope.backends.fsdp.offload import HostedStates
 
 
-class Updater(CommonUpdater):
+class ShardUpdater(Updater):
     """Of a module's parameters that are trained."""
 
     def __init__(self, kind: optimizers.Kind, job: Job, module: nn.Module, *, scaled: bool, hosted: bool = False) -> None:

@@ -24,10 +24,10 @@ from telescope.backends.common.saving import Saver
 from telescope.backends.common.stepping import SteppingBackend
 from telescope.backends.megatron import architecture, parallel, state
 from telescope.backends.megatron.masters import Masters
-from telescope.backends.megatron.policy import Policy, RowInput
-from telescope.backends.megatron.publish import Packer
+from telescope.backends.megatron.policy import ParallelPolicy, ParallelRow
+from telescope.backends.megatron.publish import PartPacker
 from telescope.backends.megatron.rules import TensorMap
-from telescope.backends.megatron.updates import Updater
+from telescope.backends.megatron.updates import PieceUpdater
 from telescope.maths import packing
 from telescope.maths.flops import TrainingWork
 from telescope.maths.memory import shape_from
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 class MegatronBackend(SteppingBackend):
     """See `telescope.backends.base.Backend`. Building it is a collective too."""
 
-    _policy: Policy
-    _updater: Updater
+    _policy: ParallelPolicy
+    _updater: PieceUpdater
 
     def __init__(self, settings: Megatron, job: Job) -> None:
         logging.getLogger("megatron").setLevel(logging.WARNING)  # each parameter's place in its buffers, at level INFO
@@ -72,8 +72,8 @@ class MegatronBackend(SteppingBackend):
         self._table = TensorMap(known.facts, known.shapes, self._parallel.tensor_rank, self._parallel.tensor_size)
         master = getattr(torch, job.model.dtype)
 
-        def made() -> Policy:
-            return Policy(known, settings, kind, computing, self._parallel, self._device)
+        def made() -> ParallelPolicy:
+            return ParallelPolicy(known, settings, kind, computing, self._parallel, self._device)
 
         self._policy = made().train()
         spread = settings.spreads_optimizer(job.world.size)
@@ -95,14 +95,14 @@ class MegatronBackend(SteppingBackend):
             frozen = dict(self._reference.lm.named_parameters())
             self._fill(self._reference, known.files, lambda name, whole: frozen[name].copy_(whole), master)
         everywhere = {rule.parameter: rule.everywhere for rule in self._table.rules.values()}
-        self._updater = Updater(job, self._ddp, self._masters, everywhere, scaled=computing == torch.float16)
+        self._updater = PieceUpdater(job, self._ddp, self._masters, everywhere, scaled=computing == torch.float16)
         if job.resume is not None:
             state.put_back(job.resume, self._masters, self._updater, self._table, self._parallel, job.world)
         shape = shape_from(known.config.to_dict())
         self._work = TrainingWork.of(
             trained=float(shape.computing_parameters), layers=shape.layers, heads=shape.heads, head_dim=shape.head_dim
         )
-        self._packer = Packer(self._masters, self._table, self._parallel, self._device)
+        self._packer = PartPacker(self._masters, self._table, self._parallel, self._device)
         log.info(
             "%s: %.2fM weights, computing in %s, attention %s, %d ranks a model%s, %d models%s",
             type(known.config).__name__.removesuffix("Config"),
@@ -116,13 +116,13 @@ class MegatronBackend(SteppingBackend):
         )
 
     @torch.no_grad()
-    def _fill(self, policy: Policy, files: Any, put: Callable[[str, Tensor], object], dtype: torch.dtype) -> None:
+    def _fill(self, policy: ParallelPolicy, files: Any, put: Callable[[str, Tensor], object], dtype: torch.dtype) -> None:
         shapes = {name: tuple(parameter.shape) for name, parameter in policy.lm.named_parameters()}
         state.fill(self._table, files, shapes.__getitem__, put, dtype, self._device)
 
     # ---- a step
 
-    def _on_device(self, arrays: packing.RowArrays) -> tuple[rows.DeviceRow, RowInput]:
+    def _on_device(self, arrays: packing.RowArrays) -> tuple[rows.DeviceRow, ParallelRow]:
         row = rows.to_device(arrays, self._device)
         return row, self._policy.prepared(row, arrays.boundaries)
 

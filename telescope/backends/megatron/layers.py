@@ -29,7 +29,7 @@ from telescope.backends.common.attention_choice import Kind
 
 
 @dataclass
-class Row(PackedSeqParams):  # type: ignore[misc]
+class AttentionRow(PackedSeqParams):  # type: ignore[misc]
     """What attention is told of a row of T tokens. megatron-core hands it on to each layer's attention, checkpointed or not,
     and itself looks only for the format `thd`, which this is not."""
 
@@ -68,7 +68,8 @@ class PackedAttention(nn.Module):
         self._kernel, self._window, self._scaling = kernel, windows[layer_number - 1], scaling
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *, packed_seq_params: Row, **_: Any
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *,
+        packed_seq_params: AttentionRow, **_: Any,
     ) -> Tensor:  # fmt: skip
         """query [T, 1, Hq, D], key and value [T, 1, Hkv, D] -> [T, 1, Hq · D]."""
         row = packed_seq_params
@@ -79,7 +80,7 @@ class PackedAttention(nn.Module):
         return out.transpose(0, 1).flatten(2)
 
 
-def rotated(tensor: Tensor, row: Row) -> Tensor:
+def rotated(tensor: Tensor, row: AttentionRow) -> Tensor:
     """[1, H, T, D] turned by its tokens' angles, halves of a head as pairs."""
     assert row.cos is not None
     assert row.sin is not None

@@ -20,7 +20,7 @@ from telescope.backends.megatron.parallel import Parallel
 
 
 @dataclass(frozen=True)
-class Piece:
+class UpdatedPiece:
     """Numbers `start` to `stop` of a parameter, as it lies on this rank of its model, in a row."""
 
     start: int
@@ -62,11 +62,11 @@ class Masters:
                         runs[names[parameter]] = (start - first, stop - first)
         return runs
 
-    def _piece(self, parameter: nn.Parameter, start: int, stop: int) -> Piece:
+    def _piece(self, parameter: nn.Parameter, start: int, stop: int) -> UpdatedPiece:
         computing = parameter.detach().view(-1)[start:stop]
         gradient: Tensor = parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
         updated = computing if computing.dtype == self.dtype else torch.empty_like(computing, dtype=self.dtype)
-        return Piece(start, stop, nn.Parameter(updated), computing, gradient)
+        return UpdatedPiece(start, stop, nn.Parameter(updated), computing, gradient)
 
     # ---- values
 
@@ -78,13 +78,13 @@ class Masters:
             piece.updated.copy_(whole.reshape(-1)[piece.start : piece.stop])
 
     @torch.no_grad()
-    def put_piece(self, name: str, whole: Tensor, of: Callable[[Piece], Tensor]) -> None:
+    def put_piece(self, name: str, whole: Tensor, of: Callable[[UpdatedPiece], Tensor]) -> None:
         """Of something beside the parameters, e.g. a moment: `of` gives where it lies."""
         if (piece := self.pieces.get(name)) is not None:
             of(piece).copy_(whole.reshape(-1)[piece.start : piece.stop])
 
     @torch.no_grad()
-    def whole(self, name: str, of: Callable[[Piece], Tensor], dtype: torch.dtype, owner: int = 0) -> Tensor | None:
+    def whole(self, name: str, of: Callable[[UpdatedPiece], Tensor], dtype: torch.dtype, owner: int = 0) -> Tensor | None:
         """A parameter's weights (or gradient, or moments, as `of` says) in the parameter's shape on data-parallel rank `owner`;
         None on the others. A collective where masters are spread.
 

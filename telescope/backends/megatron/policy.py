@@ -25,7 +25,7 @@ from telescope.backends.common.attention_choice import Kind
 from telescope.backends.common.recompute import checkpoint_arguments, mode
 from telescope.backends.common.rows import DeviceRow, sent
 from telescope.backends.megatron.architecture import Architecture, core_config
-from telescope.backends.megatron.layers import Row, layer_spec
+from telescope.backends.megatron.layers import AttentionRow, layer_spec
 from telescope.backends.megatron.parallel import Parallel
 from telescope.maths.support import WHOLE, Support
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RowInput:
+class ParallelRow:
     """One packed row of T tokens, filled up where ranks share it out, n of them sampled, on the device."""
 
     ids: Tensor  # [1, T] int64
-    row: Row
+    row: AttentionRow
     places: Tensor  # [n] int64, the tokens before the sampled ones
     targets: Tensor  # [n] int64, the sampled tokens
 
 
-class Policy(nn.Module):
+class ParallelPolicy(nn.Module):
     """`lm` is megatron-core's model of this rank's parts, its parameters without values yet."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Policy(nn.Module):
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
 
-    def prepared(self, row: DeviceRow, boundaries: np.ndarray) -> RowInput:
+    def prepared(self, row: DeviceRow, boundaries: np.ndarray) -> ParallelRow:
         """boundaries [S + 1]: segment s is tokens boundaries[s] to boundaries[s + 1]. A row that is shared out over ranks is
         filled up with one more segment, which nobody looks at."""
         ids, positions = row.ids, row.position_ids
@@ -83,13 +83,15 @@ class Policy(nn.Module):
             boundaries = np.append(boundaries, boundaries[-1] + missing)
         segments = attention.segments(self.kind, boundaries, self._device)
         cos, sin = self._rotation(torch.empty(0, dtype=self._computing, device=self._device), positions)
-        return RowInput(ids, Row(qkv_format="sbhd", segments=segments, cos=cos, sin=sin), row.sampled - 1, row.targets)
+        return ParallelRow(
+            ids, AttentionRow(qkv_format="sbhd", segments=segments, cos=cos, sin=sin), row.sampled - 1, row.targets
+        )
 
     def forward(
-        self, given: RowInput, temperature: float | Tensor, chunk: int, support: Support = WHOLE
+        self, given: ParallelRow, temperature: float | Tensor, chunk: int, support: Support = WHOLE
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [n] of the sampled tokens, float32, the same on all ranks of the model. A collective."""
-        hidden = self._hidden(given)  # [T, 1, H], or this rank's share of the tokens
+        hidden = self._final_states(given)  # [T, 1, H], or this rank's share of the tokens
         if self._spread:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
@@ -107,7 +109,7 @@ class Policy(nn.Module):
         own: Tensor | None = self.lm.output_layer.weight
         return embedding if own is None else own
 
-    def _hidden(self, given: RowInput) -> Tensor:
+    def _final_states(self, given: ParallelRow) -> Tensor:
         hidden = self.lm.embedding.word_embeddings(given.ids)
         if not self._spread:
             hidden = hidden.transpose(0, 1).contiguous()
@@ -116,7 +118,7 @@ class Policy(nn.Module):
         final: Tensor = self.lm.decoder.final_layernorm(hidden)
         return final
 
-    def _of_layer(self, layer: Any, hidden: Tensor, row: Row) -> Tensor:
+    def _of_layer(self, layer: Any, hidden: Tensor, row: AttentionRow) -> Tensor:
         def run(entering: Tensor) -> Tensor:
             leaving: Tensor = layer(entering, attention_mask=None, packed_seq_params=row)[0]
             return leaving
@@ -127,7 +129,7 @@ class Policy(nn.Module):
         return result
 
     @torch.no_grad()
-    def logprobs_only(self, given: RowInput, temperature: float | Tensor, chunk: int, support: Support = WHOLE) -> Tensor:
+    def logprobs_only(self, given: ParallelRow, temperature: float | Tensor, chunk: int, support: Support = WHOLE) -> Tensor:
         """Log-probs [n] alone, without gradient. A collective."""
         logprob: Tensor = self(given, temperature, chunk, support=support)[0]
         return logprob

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from telescope.backends.common.flat_buckets import view_in
-from telescope.backends.megatron.masters import Masters, Piece
+from telescope.backends.megatron.masters import Masters, UpdatedPiece
 from telescope.backends.megatron.parallel import Parallel
 from telescope.backends.megatron.rules import TensorMap
 from telescope.records import TensorSpec
 from telescope.weights.buckets import ITEM_BYTES, Bucket, ModelTensor, aligned
 
 
-class Packer:
+class PartPacker:
     """`pack` is a collective."""
 
     def __init__(self, masters: Masters, table: TensorMap, parallel: Parallel, device: str) -> None:
@@ -61,7 +61,7 @@ class Packer:
         if not self._masters.apart or wire == {str(computing.dtype).removeprefix("torch.")}:
             return None if self._parallel.data_rank else computing
 
-        def updated(piece: Piece) -> Tensor:
+        def updated(piece: UpdatedPiece) -> Tensor:
             return piece.updated
 
         return self._masters.whole(name, updated, self._masters.dtype)

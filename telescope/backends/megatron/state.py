@@ -22,10 +22,10 @@ from telescope.backends.base import CheckpointUnfit, World
 from telescope.backends.common import randomness
 from telescope.backends.common.models import ModelCheckpoint, TensorFiles
 from telescope.backends.common.saving import ShardReader, own_key
-from telescope.backends.megatron.masters import Masters, Piece
+from telescope.backends.megatron.masters import Masters, UpdatedPiece
 from telescope.backends.megatron.parallel import Parallel
 from telescope.backends.megatron.rules import Rule, TensorMap
-from telescope.backends.megatron.updates import Updater
+from telescope.backends.megatron.updates import PieceUpdater
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def _read(reader: TensorFiles, table: TensorMap, name: str) -> Tensor:
 
 
 def gathered(
-    masters: Masters, updater: Updater, table: TensorMap, parallel: Parallel, world: World, *, training_state: bool
+    masters: Masters, updater: PieceUpdater, table: TensorMap, parallel: Parallel, world: World, *, training_state: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """What this rank writes, made as it is asked for: to the end, by all ranks, as it holds collectives. `training_state`: all;
     else the weights alone."""
@@ -83,9 +83,9 @@ def gathered(
     yield own_key(world.rank, RANDOM), randomness.state(world.device)
 
 
-def _kinds(masters: Masters, updater: Updater | None) -> list[tuple[str, Callable[[Piece], Tensor], torch.dtype]]:
+def _kinds(masters: Masters, updater: PieceUpdater | None) -> list[tuple[str, Callable[[UpdatedPiece], Tensor], torch.dtype]]:
     """Pattern of a key, where it lies, dtype."""
-    kinds: list[tuple[str, Callable[[Piece], Tensor], torch.dtype]] = [
+    kinds: list[tuple[str, Callable[[UpdatedPiece], Tensor], torch.dtype]] = [
         (f"{MODEL}{{}}", lambda piece: piece.updated, masters.dtype)
     ]
     if updater is not None and updater.began:
@@ -94,7 +94,7 @@ def _kinds(masters: Masters, updater: Updater | None) -> list[tuple[str, Callabl
 
 
 def put_back(
-    folder: Path, masters: Masters, updater: Updater, table: TensorMap, parallel: Parallel, world: World
+    folder: Path, masters: Masters, updater: PieceUpdater, table: TensorMap, parallel: Parallel, world: World
 ) -> None:  # fmt: skip
     """Read what `gathered` gave, on any number of ranks. Raises `CheckpointUnfit`.
 

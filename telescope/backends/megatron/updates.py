@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from telescope.backends.base import Job
-from telescope.backends.common.updates import Updater as CommonUpdater
-from telescope.backends.megatron.masters import Masters, Piece
+from telescope.backends.common.updates import Updater
+from telescope.backends.megatron.masters import Masters, UpdatedPiece
 
 SMALL = 1e-6
 """Beside a norm that is divided by, as in torch.nn.utils.clip_grad_norm_."""
 
 
-class Updater(CommonUpdater):
+class PieceUpdater(Updater):
     """Of all parameters of a model. Weight decay is for matrices alone."""
 
     def __init__(self, job: Job, ddp: Any, masters: Masters, everywhere: Mapping[str, bool], *, scaled: bool) -> None:
@@ -61,7 +61,7 @@ class Updater(CommonUpdater):
         """Whether there are moments, which the first step makes; on all ranks or none."""
         return self.steps > 0
 
-    def moment(self, kind: str, piece: Piece) -> Tensor:
+    def moment(self, kind: str, piece: UpdatedPiece) -> Tensor:
         """`exp_avg` or `exp_avg_sq` of a piece, in its place."""
         found: Tensor = self.optimizer.state[piece.updated][kind]
         return found
