@@ -163,8 +163,8 @@ def worst(expected: dict[str, Any], found: dict[str, Any]) -> tuple[float, str]:
 
 
 def otherwise(expected: dict[str, Any], found: dict[str, Any]) -> float:
-    """Of the tensor where it is the most: how far weights are apart after a step of AdamW, in steps, on average. (A number whose
-    gradient is rounding alone may go either way.)"""
+    """Of the tensor where it is the most: how far weights are apart after a step of AdamW, in steps, on average. (A number
+    whose gradient is rounding alone may go either way.)"""
     assert expected.keys() == found.keys()
     return max(float((found[name] - tensor).abs().mean()) for name, tensor in expected.items()) / RATE
 
