@@ -53,7 +53,7 @@ ALL_PENALTIES = VARIANTS["grpo, penalties of all kinds"]
 
 @dataclass(frozen=True)
 class Case:
-    """`settings` are the backend's. `job`: what of the job is changed. `minibatches`: trajectories of each; empty: one."""
+    """`settings` are the backend's; `minibatches`: trajectories of each."""
 
     ranks: int
     model: str = "qwen3"
@@ -61,6 +61,7 @@ class Case:
     algorithm: Algorithm = field(default_factory=GRPO)
     support: Support = WHOLE
     temperature: float = 1.0
+    minibatches: tuple[int, ...] = (8,)
     planted: bool = False
     """The sum of gradients over the ranks of a model is left out."""
 
@@ -93,6 +94,9 @@ CASES = {
     "TP 2, DP 2": Case(4, settings=TP2),
     "TP 2, DP 2, whole rows": Case(4, settings=TP2 | WHOLE_ROWS),
     "TP 2, DP 2, whole moments": Case(4, settings=TP2 | WHOLE_MOMENTS),
+    "TP 2, DP 2, 2 minibatches": Case(
+        4, settings=TP2 | {"overlap_grad_reduce": True}, algorithm=VARIANTS["gspo, masks of sequences"], minibatches=(4, 4)
+    ),
     **{f"TP 2, DP 2, {model}": Case(4, model, TP2) for model in MODELS if model != "qwen3"},
     "TP 2, whole rows, qwen2": Case(2, "qwen2", TP2 | WHOLE_ROWS),
 }  # fmt: skip
@@ -118,12 +122,12 @@ def make(case: Case, model: str, world: World) -> Job:
     return replace(job, support=case.support)
 
 
-def whole_shard(step: int = 1) -> TrainShard:
-    return in_minibatches(make_shard(step, seed=step), (8,))
+def whole_shard(step: int = 1, sizes: tuple[int, ...] = (8,)) -> TrainShard:
+    return in_minibatches(make_shard(step, seed=step), sizes)
 
 
 def share(case: Case, rank: int, step: int = 1) -> TrainShard:
-    return part(whole_shard(step), SHARES[case.models][rank // case.tensor_size])
+    return part(whole_shard(step, case.minibatches), SHARES[case.models][rank // case.tensor_size])
 
 
 def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:
@@ -140,7 +144,7 @@ def run(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
     np.save(folder / f"{name}-{rank}.npy", plain)
     (folder / f"{name}-{rank}.json").write_bytes(msgspec.json.encode(result.metrics))
     if rank == 0:
-        torch.save({"gradients": backend.updates[0], "weights": weights, "packed": packed}, folder / f"{name}.pt")
+        torch.save({"gradients": backend.updates[-1], "weights": weights, "packed": packed}, folder / f"{name}.pt")
     backend.close()
 
 

@@ -84,13 +84,13 @@ def plain(folder: Path) -> dict[tuple[Any, ...], Plain]:
 
 
 def key(case: Case) -> tuple[Any, ...]:
-    return case.model, case.support, case.temperature, repr(case.algorithm)
+    return case.model, case.support, case.temperature, repr(case.algorithm), case.minibatches
 
 
 def by_fsdp(case: Case, folder: Path) -> Plain:
     backend = watch(make(case, str(folder / case.model.replace(" ", "-")), World(0, 1, "cpu")))
     logprobs = backend.logprobs(whole_shard())
-    metrics = backend.train_step(whole_shard()).metrics
+    metrics = backend.train_step(whole_shard(1, case.minibatches)).metrics
     weights = dict(backend.weights())
     found = Plain(logprobs, metrics, backend.gradients, weights, pack_all(backend, 0))
     backend.close()
@@ -107,11 +107,12 @@ def worst(expected: Tensors, found: Tensors) -> tuple[float, str]:
 @pytest.mark.timeout(LIMIT_S + 100)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_what_fsdp_computes(folder: Path, plain: dict[tuple[Any, ...], Plain], name: str):
-    """Log-probs, loss, every parameter's gradient, the weights after a step of AdamW, and what servers are sent."""
+    """Log-probs, loss, every parameter's gradient, the weights after a step of AdamW, and what servers are sent. Of two
+    minibatches the second's gradient, where what AdamW made of rounding counts."""
     case, expected = CASES[name], plain[key(CASES[name])]
     found = torch.load(folder / f"{name}.pt")
     distance, whose = worst(expected.gradients, found["gradients"])
-    assert distance <= CLOSE, f"the gradient of {whose} is {distance:.1e} apart"
+    assert distance <= CLOSE * (1 if len(case.minibatches) == 1 else 10), f"the gradient of {whose} is {distance:.1e} apart"
     for rank in range(case.ranks):
         own = SHARES[case.models][rank // case.tensor_size]
         mine = np.load(folder / f"{name}-{rank}.npy")

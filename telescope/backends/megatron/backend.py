@@ -7,6 +7,7 @@ the gradients' buffers are used, and neither its loss nor its schedules.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -73,7 +74,9 @@ class MegatronBackend(SteppingBackend):
         master = getattr(torch, job.model.dtype)
 
         def made() -> ParallelPolicy:
-            return ParallelPolicy(known, settings, kind, computing, self._parallel, self._device)
+            with warnings.catch_warnings():  # of defaults that megatron-core itself has deprecated
+                warnings.simplefilter("ignore")
+                return ParallelPolicy(known, settings, kind, computing, self._parallel, self._device)
 
         self._policy = made().train()
         spread = settings.spreads_optimizer(job.world.size)

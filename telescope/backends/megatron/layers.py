@@ -98,8 +98,8 @@ def residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor 
     return added
 
 
-def layer_spec(kind: Kind, windows: tuple[int | None, ...], scaling: float, *, head_norms: bool) -> Any:
-    """What megatron-core builds a block of layers from."""
+def layer_spec(kind: Kind, windows: tuple[int | None, ...], scaling: float, width: int, *, head_norms: bool) -> Any:
+    """What megatron-core builds a block of layers from. `width`: of the MLP, over all ranks."""
     spread, own = (ModuleSpec(module=Norm, params={"spread": each}) for each in (True, False))
     core = partial(PackedAttention, attention.plain(kind), windows, scaling)
     layer = ModuleSpec(
@@ -119,7 +119,11 @@ def layer_spec(kind: Kind, windows: tuple[int | None, ...], scaling: float, *, h
             ),
             self_attn_bda=residual_sum,
             pre_mlp_layernorm=spread,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
+            mlp=ModuleSpec(
+                module=MLP,
+                params={"ffn_hidden_size": width},
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
             mlp_bda=residual_sum,
         ),
     )

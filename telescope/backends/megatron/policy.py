@@ -61,7 +61,8 @@ class ParallelPolicy(nn.Module):
         self._again: dict[str, Any] | None = None if kept == "none" else checkpoint_arguments(kept)
         group = parallel.tensor_group if parallel.tensor_size > 1 else None
         self._vocabulary = vocabulary.cut(facts.vocabulary, parallel.tensor_rank, parallel.tensor_size, group)
-        spec = layer_spec(kind, architecture.windows, facts.head_dim**-0.5, head_norms=facts.head_norms)
+        width = architecture.config.intermediate_size
+        spec = layer_spec(kind, architecture.windows, facts.head_dim**-0.5, width, head_norms=facts.head_norms)
         self.lm: Any = GPTModel(
             config=self.config,
             transformer_layer_spec=spec,
@@ -92,10 +93,11 @@ class ParallelPolicy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [n] of the sampled tokens, float32, the same on all ranks of the model. A collective."""
         hidden = self._final_states(given)  # [T, 1, H], or this rank's share of the tokens
+        group = self._parallel.tensor_group
         if self._spread:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
         else:
-            hidden = copy_to_tensor_model_parallel_region(hidden)
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         head = self.head
         if len(head) > self._vocabulary.count:
             head = head[: self._vocabulary.count]
