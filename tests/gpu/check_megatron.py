@@ -3,7 +3,7 @@
 The same batch and weights by both: log-probs, loss, every parameter's gradient, the weights after one step of AdamW. In
 float32 (TF32 off) a gradient is within 1e-5 of FSDP's, by ‖g - g′‖ / ‖g‖ of each tensor; in bfloat16 within 2e-2 of FSDP's in
 float32, or within twice FSDP's own distance in bfloat16. The worst tensor is named. Then two checks of itself: a checkpoint is
-gone on with to the bit, and a sum over ranks that is left out is found. `--speed` times a model of Qwen3-0.6B's shape beside
+gone on with, in float32 to the bit, and a sum over ranks that is left out is found. `--speed` times a model of Qwen3-0.6B's shape beside
 FSDP. Exits 0 only if all hold. `--device cpu` runs the same on a CPU. No pytest module: it needs GPUs.
 """
 
@@ -37,7 +37,7 @@ from tests.ports import free_ports
 
 LENGTHS = (50, 230, 110, 300, 70, 180, 400, 90, 33, 129)
 SHARES = {1: [list(range(10))], 2: [[0, 2, 4, 6, 8], [9, 7, 5, 3, 1]]}
-FLOAT32, HALF, TWICE = 1e-5, 2e-2, 2.0
+FLOAT32, HALF, TWICE, RESUMED = 1e-5, 2e-2, 2.0, 0.1
 RATE = 1e-3
 """That of `make_job`."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -126,8 +126,9 @@ def build(order: Order, job: Job) -> Any:
     return watch_megatron(job, **settings)
 
 
-def gone_on(backend: Any, order: Order, own: Any, world: World, port: int) -> bool:
-    """Whether two steps after a save are those after its checkpoint, in the losses and to the bit in the weights."""
+def gone_on(backend: Any, order: Order, own: Any, world: World, port: int) -> float:
+    """How far two steps after a save are from those after its checkpoint: weights in steps of AdamW, as in `otherwise`, and
+    losses. 0: to the bit. Kernels of attention in half precision add up in no fixed order, so there a little is left."""
     outcomes: queue.Queue[Any] = queue.Queue()
     backend.save(1, order.out.with_suffix(".saved"), outcomes.put)
     outcomes.get(timeout=60)
@@ -139,9 +140,9 @@ def gone_on(backend: Any, order: Order, own: Any, world: World, port: int) -> bo
     job = make_job(model=order.model, seq_len=1024, world=world)
     again = build(order, replace(job, resume=order.out.with_suffix(".saved")))
     second = [again.train_step(replace(own, step=step)).metrics["loss"] for step in (2, 3)]
-    same = first == second and all(torch.equal(weights[name], tensor) for name, tensor in again.weights())
+    apart = otherwise(weights, dict(again.weights())) + max(abs(one - other) for one, other in zip(first, second, strict=True))
     again.close()
-    return same
+    return apart
 
 
 def run(orders: list[Order]) -> None:
@@ -227,11 +228,12 @@ def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float
         apart = {each.removeprefix("lm."): tensor for each, tensor in exact["gradients"].items()}
         fine = all(worst({each: t}, {each: found["gradients"][each]})[0] <= limits[each] for each, t in apart.items())
         fine &= gap <= 0.2
-    fine &= bool(found.get("resumed", True))
+    behind = found.get("resumed", 0.0)
+    fine &= behind <= (0.0 if precision == "float32" else RESUMED)
     loss = abs(found["metrics"]["loss"] - exact["metrics"]["loss"])
     print(
         f"{name}: gradient {far:.1e} ({whose}), log-probs {gap:.1e}, loss {loss:.1e}, weights {moved:.1e}"
-        f"{', went on to the bit' if found.get('resumed') else ''} {'ok' if fine else 'BAD'}",
+        f"{f', went on {behind:.1e} apart' if order.resumed else ''} {'ok' if fine else 'BAD'}",
         flush=True,
     )
     return fine
