@@ -3,8 +3,8 @@
 The same batch and weights by both: log-probs, loss, every parameter's gradient, the weights after one step of AdamW. In
 float32 (TF32 off) a gradient is within 1e-5 of FSDP's, by ‖g - g′‖ / ‖g‖ of each tensor; in bfloat16 within 2e-2 of FSDP's in
 float32, or within twice FSDP's own distance in bfloat16. The worst tensor is named. Then two checks of itself: a checkpoint is
-gone on with, in float32 to the bit, and a sum over ranks that is left out is found. `--speed` times a model of Qwen3-0.6B's shape beside
-FSDP. Exits 0 only if all hold. `--device cpu` runs the same on a CPU. No pytest module: it needs GPUs.
+gone on with, in float32 to the bit, and a sum over ranks that is left out is found. `--speed` times a model of Qwen3-0.6B's
+shape beside FSDP. Exits 0 only if all hold. `--device cpu` runs the same on a CPU. No pytest module: it needs GPUs.
 """
 
 from __future__ import annotations
