@@ -95,7 +95,7 @@ CASES = {
     "TP 2, DP 2, whole rows": Case(4, settings=TP2 | WHOLE_ROWS),
     "TP 2, DP 2, whole moments": Case(4, settings=TP2 | WHOLE_MOMENTS),
     "TP 2, DP 2, 2 minibatches": Case(
-        4, settings=TP2 | {"overlap_grad_reduce": True}, algorithm=VARIANTS["gspo, masks of sequences"], minibatches=(4, 4)
+        4, settings=TP2 | {"overlap_grad_reduce": True}, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
     ),
     **{f"TP 2, DP 2, {model}": Case(4, model, TP2) for model in MODELS if model != "qwen3"},
     "TP 2, whole rows, qwen2": Case(2, "qwen2", TP2 | WHOLE_ROWS),
