@@ -176,7 +176,8 @@ class Backend(Protocol):
 
     def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
         """Write this rank's state after `step` to `folder`, down to the disk. Returns as soon as training may go on; `done` is
-        called exactly once, from here or from another thread. A save under way is waited for first. No collective."""
+        called exactly once, from here or from another thread. A save under way is waited for first. Where the state is spread
+        otherwise than it is written it holds collectives."""
         ...
 
     def close(self) -> None:
@@ -213,6 +214,11 @@ class BackendSettings(Settings):
     def ranks_a_shard(self) -> int:
         """Neighbouring ranks that train the same trajectories together, and are all sent them; 1: each has its own."""
         return 1
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether each of `ranks_a_shard` ranks holds a part of each row; false: they hold parts of the model."""
+        return True
 
     def alone(self) -> BackendSettings:
         """The same for one process, or several of which each has the whole model and trajectories of its own: a step that is

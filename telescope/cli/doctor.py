@@ -124,7 +124,7 @@ def examine(check: str, configs: Sequence[RunConfig], samples: int) -> int:
 
 def explained() -> tuple[type[BaseException], ...]:
     """Errors of engine, trainer and plan whose text is all that there is to say. Imports torch."""
-    from telescope.backends.fsdp.policy import UnfitModel
+    from telescope.backends.common.models import UnfitModel
     from telescope.cli.doctor_weights import PairFailed
     from telescope.inference import main as server
     from telescope.inference.engine import RequestRefused, WeightsRefused

@@ -184,6 +184,8 @@ def _processes(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _shared_rows(config: RunConfig) -> Iterator[Conflict]:
+    if not config.backend.cuts_rows:
+        return
     size, ranks, padding = config.backend.ranks_a_shard, config.cluster.trainer_num_workers, config.trainer.pad_to_multiple_of
     if ranks % size:
         yield Conflict(

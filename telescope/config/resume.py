@@ -24,16 +24,25 @@ FIXED = {
     "orchestrator.max_off_policy_steps": "groups that wait were admitted by it",
 }
 """By path, and why."""
+SAME_FILES = {"fsdp", "megatron"}
+"""Backends whose checkpoints have the same names and shapes: each reads the other's."""
 
 
 def find_obstacles_to_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Why a run with the settings `new` can't go on where one with `old` was; empty if it can."""
+    alike = {_at(old, "backend.name"), _at(new, "backend.name")} == SAME_FILES
+    fixed = {path: why for path, why in FIXED.items() if not (alike and path == "backend.name")}
     found = [
         f"{path}={_said(here)} was {_said(was)} when the run began: {why}; set it back, or begin a new run"
-        for path, why in FIXED.items()
-        if (was := _at(old, path)) != (here := _at(new, path))
+        for path, why in fixed.items()
+        if (was := _stepped(old, path)) != (here := _stepped(new, path))
     ]
     return [*found, *_rounded(old, new), *_environments(old.get("environments", {}), new.get("environments", {}))]
+
+
+def _stepped(config: Mapping[str, Any], path: str) -> Any:
+    """A setting; backend=megatron has no choice of optimizers, and steps with AdamW."""
+    return "adamw" if path == "backend.optimizer" and _at(config, "backend.name") == "megatron" else _at(config, path)
 
 
 SCHEDULE = ("learning_rate", "lr_scheduler", "warmup_steps", "min_lr_ratio")

@@ -71,12 +71,14 @@ def assume_latencies(config: RunConfig, shape: ModelShape, card: GpuCard, comple
     most = config.rollout.max_tokens
     mean = completion_tokens or MEAN_SHARE * most
     backend = config.backend
-    fsdp = backend if isinstance(backend, FSDP) else FSDP()
+    common = ("gradient_checkpointing", "mixed_precision_dtype")
+    alike = {name: getattr(backend, name) for name in common if hasattr(backend, name)}
+    fsdp = backend if isinstance(backend, FSDP) else FSDP(**alike)
     work = PlannedWork(
         shape=shape,
         completion_tokens=lognormal(mean, SIGMA, most),
         prompt_tokens=lognormal(min(PROMPT_TOKENS, config.inference.max_model_len / 4), 0.3, config.inference.max_model_len),
-        row_tokens=config.trainer.seq_len // config.backend.ranks_a_shard,
+        row_tokens=config.trainer.seq_len // (config.backend.ranks_a_shard if config.backend.cuts_rows else 1),
         ranks=config.cluster.trainer_num_workers,
         kv_tokens=kv_tokens(config, shape, card),
         max_seqs=max_seqs(config, "gpu"),

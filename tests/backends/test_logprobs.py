@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 
+from telescope.backends.common import vocabulary
 from telescope.backends.common.logprobs import _kernels, logprobs
 from telescope.maths.support import WHOLE, Support, left_out
 
@@ -185,3 +186,25 @@ def test_a_host_without_a_c_compiler_does_without_triton_and_says_so(monkeypatch
     monkeypatch.delenv("CC", raising=False)
     assert _kernels.__wrapped__() is None
     assert "Triton finds no C compiler (install gcc, or set CC)" in caplog.text
+
+
+@pytest.mark.parametrize("support", [WHOLE, Support(top_k=3, top_p=0.9)])
+def test_a_vocabulary_of_one_shard_is_the_whole_one_to_the_bit(support: Support):
+    """Heads that are cut, over two and four ranks, are tests/backends/test_megatron.py's."""
+    torch.manual_seed(0)
+    hidden, head, targets = torch.randn(9, 8), torch.randn(13, 8), torch.randint(0, 13, (9,))
+    found = []
+    for function, shard in ((logprobs, ()), (vocabulary.logprobs, (vocabulary.cut(13, 0, 1, None),))):
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        logprob, entropy = function(h, w, targets, 0.7, 4, *shard, support)
+        (logprob.sum() + 0.3 * entropy.sum()).backward()
+        found.append((logprob, entropy, h.grad, w.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_vocabulary_is_cut_as_rows_are():
+    """13 tokens on four ranks: 4, 4, 4 and 1; five tokens would leave the last one none."""
+    shards = [vocabulary.cut(13, rank, 4, "group") for rank in range(4)]
+    assert [(shard.first, shard.count) for shard in shards] == [(0, 4), (4, 4), (8, 4), (12, 1)]
+    with pytest.raises(ValueError, match=r"5 tokens can't be cut into 4 parts of 2: the last would be empty"):
+        vocabulary.cut(5, 0, 4, "group")

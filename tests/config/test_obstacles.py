@@ -29,6 +29,7 @@ ON_CPU = [
         "backend.attention=flash3 computes in bfloat16 or float16 on a GPU, not float32 on cpu: use sdpa, or auto",
     ),
     ("backend.attention=flex", "backend.attention=flex trains on a GPU only, not on cpu: use sdpa, or auto"),
+    ("backend=megatron", "backend=megatron trains on GPUs alone, and there is none for the trainer's ranks: set backend=fsdp"),
     (
         "backend.offload=optimizer",
         "cluster.device=auto means cpu here. backend.offload=optimizer frees the memory of a GPU, and cluster.device=cpu has "

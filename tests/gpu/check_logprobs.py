@@ -63,7 +63,7 @@ def main() -> int:
     kernels = subject._kernels()
     assert kernels is not None, "Triton is not installed"
     if given.device == "cpu":
-        subject._fused = lambda tensor: kernels
+        subject.fused_kernels = lambda tensor: kernels
     dtypes = (torch.float32, torch.bfloat16) if given.device == "cuda" else (torch.float32,)
     cases = itertools.product(dtypes, (1.0, 0.7), ("logprob", "entropy", "logprob and entropy"), (WHOLE, Support(top_k=50)))
     results = [check(given.device, *case) for case in cases]  # each is said, whatever those before found

@@ -514,6 +514,17 @@ def test_another_optimiser_is_refused_also_where_it_would_begin_anew_without_a_s
     ]
 
 
+def test_backends_whose_checkpoints_are_alike_read_each_others_where_adamw_wrote_them():
+    fsdp, sgd, megatron = (
+        config(backend=backend).model_dump(mode="json")
+        for backend in ({"name": "fsdp"}, {"name": "fsdp", "optimizer": "sgd"}, {"name": "megatron"})
+    )
+    assert find_obstacles_to_resume(fsdp, megatron) == find_obstacles_to_resume(megatron, fsdp) == []
+    assert find_obstacles_to_resume(sgd, megatron) == [
+        "backend.optimizer=adamw was sgd when the run began: the checkpoint has its moments; set it back, or begin a new run"
+    ]
+
+
 @pytest.mark.parametrize(("was", "here"), [("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "bfloat16")])
 def test_weights_that_would_be_rounded_to_another_precision_are_refused(was: str, here: str):
     old, new = (config(model={"dtype": dtype, "lora": {"rank": 8}}).model_dump(mode="json") for dtype in (was, here))

@@ -91,12 +91,16 @@ def register(kind: Kind) -> str:
 
     if NAMES[kind] in AttentionInterface():
         return NAMES[kind]  # whoever has wrapped it means it to stay so
-    plain: dict[Kind, Function] = {"sdpa": _sdpa, "flex": _flex}
-    function = plain[kind] if kind in plain else _flash(by_lengths(kind))
-    if kind == "cudnn":
-        function = _by_parts(by_lengths(kind), function)
-    AttentionInterface.register(NAMES[kind], _over_ranks(function))
+    AttentionInterface.register(NAMES[kind], _over_ranks(plain(kind)))
     return NAMES[kind]
+
+
+def plain(kind: Kind) -> Function:
+    """The kernel where a rank has whole rows: (module, query [1, Hq, T, D], key, value [1, Hkv, T, D], mask, row=, scaling=,
+    sliding_window=) -> ([1, T, Hq, D], None). None takes notice of the module and the mask."""
+    simple: dict[Kind, Function] = {"sdpa": _sdpa, "flex": _flex}
+    function = simple[kind] if kind in simple else _flash(by_lengths(kind))
+    return _by_parts(by_lengths(kind), function) if kind == "cudnn" else function
 
 
 def segments(kind: Kind, boundaries: np.ndarray, device: str, context: Context | None = None) -> Segments:

@@ -8,6 +8,7 @@ are kernels.py's.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -66,6 +67,23 @@ def choose(setting: Setting, here: KernelHost) -> Kind:
         if obstacle(kind, here) is None:
             return kind
     raise ValueError(f"backend.attention={setting} {obstacle(among[-1], here)}: use {choose('auto', here)}, or auto")
+
+
+def refusal(setting: Setting, *, dtype: str, on_gpu: bool, capability: Callable[[], int | None], elsewhere: bool) -> str | None:
+    """Why the setting can't work where ranks are to run, with the remedy; None where it can, or where that can't be told.
+
+    `capability` asks for the GPUs' major one; None: not known. `elsewhere`: not in this Python.
+    """
+    if setting in ("auto", "sdpa"):
+        return None  # work everywhere
+    known = capability() if on_gpu else None
+    packages = frozenset(PACKAGES.values()) if elsewhere else installed()
+    device, able = ("cuda:0", HOPPER if known is None else known) if on_gpu else ("cpu", 0)
+    try:
+        choose(setting, KernelHost(device, dtype, able, packages))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def obstacle(kind: Kind, here: KernelHost) -> str | None:

@@ -74,7 +74,7 @@ def _kernels() -> Any:
     return softmax_rows
 
 
-def _fused(tensor: Tensor) -> Any:
+def fused_kernels(tensor: Tensor) -> Any:
     """What computes in one pass over the logits, or None."""
     return _kernels() if tensor.is_cuda else None
 
@@ -96,7 +96,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprob = hidden.new_empty(tokens, dtype=torch.float32)
         entropy = torch.empty_like(logprob)
         denominator = torch.empty_like(logprob)
-        fused = _fused(hidden)
+        fused = fused_kernels(hidden)
         for start in range(0, tokens, chunk):
             here = slice(start, start + chunk)
             logits, scale = _logits(hidden[here], head_weight, targets[here], _part(temperature, here), support)
@@ -127,7 +127,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(head_weight, dtype=torch.float32) if need_weight else None
-        fused = _fused(hidden)
+        fused = fused_kernels(hidden)
         for start in range(0, hidden.shape[0], ctx.chunk):
             here = slice(start, start + ctx.chunk)
             logits, scale = _logits(hidden[here], head_weight, targets[here], _part(temperature, here), ctx.support)
@@ -136,7 +136,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if fused is not None:
                 d_logits = fused.gradient(logits, *facts, scale=scale, out_scale=out_scale, dtype=hidden.dtype)
             else:
-                d_logits = _gradient_of_logits(logits.mul_(scale), *facts)
+                d_logits = gradient_of_logits(logits.mul_(scale), *facts)
                 d_logits = (d_logits if each is not None else d_logits.div_(temperature)).to(hidden.dtype)
             del logits
             if d_hidden is not None:
@@ -173,22 +173,26 @@ def _cut(logits: Tensor, targets: Tensor, support: Support) -> None:
     logits.masked_fill_(left_out(logits, targets, support), NEVER)
 
 
-def _gradient_of_logits(
+def gradient_of_logits(
     logits: Tensor,
     targets: Tensor,
     denominator: Tensor,
     entropy: Tensor,
     of_logprob: Tensor | None,
     of_entropy: Tensor | None,
+    target_is_here: Tensor | None = None,
 ) -> Tensor:
-    """[chunk, V] gradient with respect to the scaled logits, which are used up: two such tensors exist at most."""
+    """[chunk, V] gradient with respect to the scaled logits, which are used up: two such tensors exist at most.
+    `target_is_here` [chunk] bool: where logits are of a part of the vocabulary, whether the target is in it; None: always."""
     logp = logits.sub_(denominator[:, None])
+    of_target = of_logprob if of_logprob is None or target_is_here is None else of_logprob * target_is_here
     if of_entropy is None:
         assert of_logprob is not None  # one of the two is there
-        return logp.exp_().mul_(-of_logprob[:, None]).scatter_add_(1, targets[:, None], of_logprob[:, None])
+        assert of_target is not None
+        return logp.exp_().mul_(-of_logprob[:, None]).scatter_add_(1, targets[:, None], of_target[:, None])
     p = logp.exp()
     total = logp.add_(entropy[:, None]).mul_(p).mul_(-of_entropy[:, None])
-    if of_logprob is not None:
+    if of_logprob is not None and of_target is not None:
         total -= p.mul_(of_logprob[:, None])
-        total.scatter_add_(1, targets[:, None], of_logprob[:, None])
+        total.scatter_add_(1, targets[:, None], of_target[:, None])
     return total

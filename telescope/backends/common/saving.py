@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from telescope.backends.base import CheckpointUnfit, NotSaved, Outcome, Saved, SaveSettings
-from telescope.backends.common.staging import HostCopies
+from telescope.backends.common.staging import HostCopies, Named, pairs
 from telescope.runlog.digests import FileDigests, note
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Saver:
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Pin the host memory of saves of these tensors, in a thread, so that the first one stalls no longer than others."""
-        own = self._own(tensors)
+        own = dict(self._own(tensors))
         self._reserving = threading.Thread(target=lambda: self._reserve(own), name="reserve-host-memory", daemon=True)
         self._reserving.start()
 
@@ -73,10 +73,11 @@ class Saver:
         except (RuntimeError, MemoryError) as error:  # each save tries again, and says so
             log.warning("host memory for checkpoints can't be had: %s", _first_line(error))
 
-    def save(self, tensors: Mapping[str, Tensor], folder: Path, done: Callable[[Outcome], None]) -> None:
+    def save(self, tensors: Named, folder: Path, done: Callable[[Outcome], None]) -> None:
         """Returns when the tensors may change again. `done` is called once, from another thread or from here.
 
         A save under way is waited for first. Of sharded tensors each rank gives its shard; of others rank 0 writes its own.
+        Tensors that are made one after another are taken as long as there is memory for them.
         """
         if self._writing is not None and self._writing.is_alive():
             log.info("the checkpoint before is still being written: %s waits for it", folder.parent.name)
@@ -87,7 +88,7 @@ class Saver:
             return
         own = self._own(tensors)
         if not self._settings.background:
-            done(_write_files(own, folder, self._rank))
+            done(_write_files(dict(own), folder, self._rank))
             return
         if not self._has_memory():
             limit = f"{self._settings.timeout_s:g} s (checkpoint.timeout_s)"
@@ -110,8 +111,8 @@ class Saver:
         self._reserving.join(self._settings.timeout_s)
         return not self._reserving.is_alive()
 
-    def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in tensors.items() if _is_written_by(self._rank, name, tensor)}
+    def _own(self, tensors: Named) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor.detach()) for name, tensor in pairs(tensors) if _is_written_by(self._rank, name, tensor))
 
     def settle(self) -> bool:
         """Wait until nothing is being written; False where that takes longer than a save may."""

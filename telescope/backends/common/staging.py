@@ -7,7 +7,7 @@ for pinning gigabytes. Refuses to know what is written from it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ from torch.distributed.tensor import DTensor
 
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
+
+Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""Tensors by name, all there at once or made one after another."""
+
+
+def pairs(tensors: Named) -> Iterable[tuple[str, Tensor]]:
+    return tensors.items() if isinstance(tensors, Mapping) else tensors
 
 
 class HostCopies:
@@ -32,11 +39,12 @@ class HostCopies:
         for name, tensor in tensors.items():
             self._home(name, _part(tensor), touched=True)
 
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def take(self, tensors: Named) -> dict[str, Tensor]:
         """The tensors as they are now; sharded ones stay so, with this rank's part in host memory. They hold until the next
-        call. Raises RuntimeError or MemoryError where there is not as much host memory."""
+        call. Those that are made one after another are let go one after another, too. Raises RuntimeError or MemoryError where
+        there is not as much host memory."""
         taken = {}
-        for name, tensor in tensors.items():
+        for name, tensor in pairs(tensors):
             part = _part(tensor)
             home = self._home(name, part)
             home.copy_(part, non_blocking=self._pinned)

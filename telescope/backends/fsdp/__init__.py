@@ -140,16 +140,15 @@ class FSDP(BackendSettings):
         self, *, on_gpu: bool, capability: Callable[[], int | None], model_dtype: str, elsewhere: bool
     ) -> Iterator[str]:
         """See `BackendSettings.find_obstacles`."""
-        if self.attention in ("auto", "sdpa"):
-            return  # work everywhere
-        known = capability() if on_gpu else None
-        packages = frozenset(attention_choice.PACKAGES.values()) if elsewhere else attention_choice.installed()
-        device, able = ("cuda:0", attention_choice.HOPPER if known is None else known) if on_gpu else ("cpu", 0)
-        here = attention_choice.KernelHost(device, self.mixed_precision_dtype or model_dtype, able, packages)
-        try:
-            attention_choice.choose(self.attention, here)
-        except ValueError as error:
-            yield str(error)
+        sentence = attention_choice.refusal(
+            self.attention,
+            dtype=self.mixed_precision_dtype or model_dtype,
+            on_gpu=on_gpu,
+            capability=capability,
+            elsewhere=elsewhere,
+        )
+        if sentence is not None:
+            yield sentence
 
     def build(self, job: Job) -> Backend:
         from telescope.backends.fsdp.backend import FSDPBackend

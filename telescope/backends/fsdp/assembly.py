@@ -13,8 +13,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from telescope.backends.base import Job
 from telescope.backends.common import kernels
+from telescope.backends.common.rotations import check_rotations
 from telescope.backends.fsdp import compiling, experts, loading, recompute
-from telescope.backends.fsdp.policy import Policy, check_rotations
+from telescope.backends.fsdp.policy import Policy
 from telescope.backends.fsdp.sharding import ModelMesh
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     """The policy, ready for its first step. A collective."""
     master = getattr(torch, job.model.dtype)
     lm, checkpoint = loading.outline(job.model, kind, master)
-    check_rotations(lm, job)
+    check_rotations(lm.config, type(lm).__name__, job)
     experts.choose(lm, computing)
     kept = recompute.mode(settings.gradient_checkpointing)
     recompute.enable(lm, kept, settings.checkpointed_layers)

@@ -15,15 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from telescope.backends.common.flat_buckets import dtype_name, host_weights, view_in
 from telescope.records import TensorSpec
-from telescope.weights.buckets import ITEM_BYTES, Bucket, ModelTensor, aligned, buckets, lay_out
-
-HOST_BUCKET_BYTES = 256 << 20
-"""What is gathered at once on the way to host memory."""
-
-
-def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+from telescope.weights.buckets import ITEM_BYTES, Bucket, ModelTensor, aligned
 
 
 @dataclass(frozen=True)
@@ -167,7 +161,7 @@ class _BucketLoad:
         """Those of the tensors that are not shards, in the bytes of the bucket."""
         address = out.data_ptr()
         if self._places is None or self._places[0] != address:
-            self._places = address, [_view(out, self.bucket.start, spec) for spec in self._specs]
+            self._places = address, [view_in(out, self.bucket.start, spec) for spec in self._specs]
         return self._places[1]
 
     def mine(self, rank: int, device: torch.device) -> Tensor:
@@ -193,13 +187,11 @@ def host_tensors(
     published: Published, device: str, rank: int, size: int, dtype: str | None, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors in host memory, bucket by bucket, on rank 0; the others run along and yield nothing."""
-    specs, _ = lay_out(layout(published), dtype)
-    for bucket in buckets(specs, HOST_BUCKET_BYTES):
-        out = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device) if rank == 0 else None
+
+    def packed(bucket: Bucket, out: Tensor | None) -> None:
         pack(published, bucket, out, rank, size, group, device)
-        if out is not None:
-            here = out.cpu()
-            yield from ((spec.name, _view(here, bucket.start, spec)) for spec in bucket.specs)
+
+    return host_weights(layout(published), packed, device, receives=rank == 0, dtype=dtype)
 
 
 def _shares(parts: Mapping[str, BucketPart], specs: Sequence[TensorSpec], size: int) -> tuple[list[list[_RankShare]], int]:
@@ -228,12 +220,6 @@ def _is_sharded(parameter: Tensor) -> bool:
             f"a parameter is placed {parameter.placements}, and only shards of the first dimension can be gathered"
         )
     return True
-
-
-def _view(flat: Tensor, start: int, spec: TensorSpec) -> Tensor:
-    """A tensor in place within the bytes of a bucket that begins at `start`."""
-    first = spec.offset - start
-    return flat[first : first + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def _rows_of(message: Tensor, share: _RankShare) -> Tensor:

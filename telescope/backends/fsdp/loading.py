@@ -6,21 +6,19 @@ own, one by one: those that transformers has to convert (experts fused, names of
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from telescope.backends.common import attention
 from telescope.backends.common.attention_choice import Kind
-from telescope.backends.fsdp.policy import UnfitModel, fitted, load
+from telescope.backends.common.models import ModelCheckpoint, TensorFiles, UnfitModel, model_files
+from telescope.backends.common.models import parameters_on_meta as parameters_on_meta
+from telescope.backends.fsdp.policy import fitted, load
 from telescope.backends.fsdp.sharding import ModelMesh, local
 from telescope.config.models import ModelBroken, ModelNotFound, check_weights, model_folder
 
@@ -32,15 +30,6 @@ log = logging.getLogger(__name__)
 
 BASE = ".base_layer."
 """In the names of matrices that have an adapter."""
-
-
-@dataclass(frozen=True)
-class ModelCheckpoint:
-    """Which file of a folder has which tensor."""
-
-    name: str
-    """model.name, for sentences."""
-    files: Mapping[str, Path]
 
 
 def outline(
@@ -69,7 +58,7 @@ def _outline(model: ModelSettings, kind: Kind, dtype: torch.dtype) -> tuple[Any,
     except ModelNotFound as error:
         raise UnfitModel(str(error)) from error
     check_weights(model.name, folder)
-    files = _files(folder)
+    files = model_files(folder)
     if not files:
         return None, None
     try:
@@ -92,22 +81,6 @@ def _outline(model: ModelSettings, kind: Kind, dtype: torch.dtype) -> tuple[Any,
     if extra := sorted(set(files) - set(lm.state_dict())):
         log.warning("%s: its files have %d tensors that the model has no use for, %s first", model.name, len(extra), extra[0])
     return lm, ModelCheckpoint(model.name, files)
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules made in here have parameters with a shape and no memory; their buffers are real, computed as always."""
-
-    def bare(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None  # one that is shared with another module stays one
-        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(bare)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 @contextmanager
@@ -141,33 +114,23 @@ def fill(policy: Policy, checkpoint: ModelCheckpoint | None, device: torch.devic
             reader.fill(name.replace(BASE, "."), tensor, spread)
 
 
-class TensorReader:
-    """Rows of tensors, from files that are mapped and not read. `read_bytes`: of the rows so far."""
+class TensorReader(TensorFiles):
+    """Rows of tensors. `read_bytes`: of the rows so far."""
 
     def __init__(self, checkpoint: ModelCheckpoint) -> None:
-        self._checkpoint = checkpoint
-        self._open: dict[Path, Any] = {}
+        super().__init__(checkpoint)
         self.read_bytes = 0
 
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-
     @torch.no_grad()
     def fill(self, name: str, target: Tensor, spread: ModelMesh) -> None:
         """This rank's rows of one tensor, cast to the target's dtype."""
-        source = self._slice(name)
-        shape = tuple(source.get_shape())
-        if shape != tuple(target.shape):
-            raise UnfitModel(
-                f"model.name={self._checkpoint.name}: {name} has the shape {list(shape)} in {self._checkpoint.files[name]}, "
-                f"and {list(target.shape)} by its config.json: the files do not belong together"
-            )
+        source, shape = self.of(name, target.shape), tuple(target.shape)
         part = local(target)
         if target is part:  # a buffer, which every rank has whole
-            rows = source[:] if shape else self._open[self._checkpoint.files[name]].get_tensor(name)
+            rows = source[:] if shape else self.whole(name)
         else:
             first, count = spread.rows(shape[0])
             if not count:
@@ -175,27 +138,6 @@ class TensorReader:
             rows = source[first : first + count]
         self.read_bytes += rows.nbytes
         part.copy_(rows)
-
-    def _slice(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        file = self._checkpoint.files[name]
-        if file not in self._open:
-            self._open[file] = safe_open(str(file), framework="pt")
-        return self._open[file].get_slice(name)
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Every tensor of the folder's model.safetensors, one file or several; empty where it has none."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / part for name, part in listed.items()}
-    if not single.is_file():
-        return {}
-    with single.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return {name: single for name in header if name != "__metadata__"}
 
 
 def _stored(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -21,6 +21,8 @@ from telescope.backends.common.attention_choice import Kind
 from telescope.backends.common.context import Context, Piece
 from telescope.backends.common.logprobs import logprobs
 from telescope.backends.common.masks import Look
+from telescope.backends.common.models import UnfitModel as UnfitModel
+from telescope.backends.common.rotations import samples_up_to
 from telescope.backends.common.rows import sent
 from telescope.backends.fsdp.gather import BucketPart
 from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
@@ -29,10 +31,6 @@ from telescope.maths.support import WHOLE, Support
 if TYPE_CHECKING:
     from telescope.backends.base import Job
     from telescope.config.sections import ModelSettings
-
-
-class UnfitModel(ValueError):
-    """This model can't be trained here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +233,7 @@ class Policy(nn.Module):
             raise UnfitModel(
                 f"{type(self.lm).__name__} hides tokens of samples of {self.shortest_hidden} tokens and more by a mask alone "
                 "(a window, or chunks), of which attention here is not told, so what is trained would not be what is sampled: "
-                f"set {_samples_up_to(self.shortest_hidden - 1, longest)}"
+                f"set {samples_up_to(self.shortest_hidden - 1, longest)}"
             )
 
     def _look(self, sample: np.ndarray, device: str, temperature: float, seq_len: int) -> Look:
@@ -340,35 +338,6 @@ def _sees_all(lm: Any, name: str) -> None:
             raise UnfitModel(
                 f"model.name={name}: {type(lm).__name__} chooses for each token which of those before it it sees "
                 f"({type(module).__name__}), which no attention of this backend computes: name a model whose layers see all"
-            )
-
-
-def _samples_up_to(most: int, longest: int) -> str:
-    """What to set for samples of at most so many tokens. Rows may be longer: positions begin again at each sample."""
-    return f"inference.max_model_len={most} or less (samples have up to {longest} tokens)"
-
-
-def check_rotations(lm: Any, job: Job) -> None:
-    """Raise `UnfitModel` where rotations of positions follow a length, and not the same one in trainer and server.
-
-    Both kinds are chosen here by the longest sample of a row (or of a rank's part of it). A server chooses neither by a sample:
-    `longrope` it takes by `inference.max_model_len`, once, also where longer samples are cut before they are trained."""
-    padding = job.trainer.pad_to_multiple_of
-    config = lm.config.get_text_config()
-    given = getattr(config, "rope_parameters", None) or {}
-    for parameters in (given, *(entry for entry in given.values() if isinstance(entry, dict))):
-        kind = parameters.get("rope_type")
-        if kind not in ("longrope", "dynamic"):
-            continue
-        own = parameters.get("original_max_position_embeddings") if kind == "longrope" else None
-        most = own or config.max_position_embeddings
-        served = max(job.longest, job.max_model_len or 0) if kind == "longrope" else job.longest
-        if max(served, padding) > most:
-            whole = f"trainer.pad_to_multiple_of={most} or less (it is {padding})"
-            raise UnfitModel(
-                f"{type(lm).__name__} rotates positions by other angles ({kind}) as soon as a sample is longer than {most} "
-                f"tokens, and a server and the samples packed beside it do so at other times, so what is trained would not be "
-                f"what is sampled: set {_samples_up_to(most, served) if served > most else whole}"
             )
 
 

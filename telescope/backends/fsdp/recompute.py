@@ -1,37 +1,16 @@
 """What a layer keeps for its backward pass, and what it computes again: everything, its input alone, or its products.
 
-Owns the choice of operators that are worth keeping, and of the layers that compute again where not all of them do.
+Owns how transformers' layers are told, and which of them compute again where not all do. Operators worth keeping are
+common/recompute.py's.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-Mode = Literal["none", "full", "selective"]
-
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
-ATTENTIONS = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-)
-"""Operators of `torch.ops.aten`, as far as this torch has them."""
-OTHERS = ("torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd")
-"""Operators of attention that packages register, by name."""
-
-
-def mode(setting: bool | Literal["full", "selective"]) -> Mode:
-    """backend.gradient_checkpointing in one word: true is full."""
-    if isinstance(setting, bool):
-        return "full" if setting else "none"
-    return setting
+from telescope.backends.common.recompute import Mode, checkpoint_arguments
+from telescope.backends.common.recompute import mode as mode
+from telescope.backends.common.recompute import worth_keeping as worth_keeping
 
 
 class Indivisible(ValueError):
@@ -45,19 +24,12 @@ def enable(lm: Any, kept: Mode, layers: int | None = None) -> None:
     last layer that keeps everything has nothing to make room for then, and by the time that others must make room, those behind
     them are gone. A test measures each choice of as many layers: none has a smaller peak. Raises `Indivisible`.
 
-    selective: results of matrix products and of attention stay (of layers that are compiled those of attention alone: products
-    inside a compiled graph are out of reach), so that norms, rotations and activation functions alone are
-    computed twice. As in Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022), the other
-    way round: there attention is what is computed again, which kernels that keep no scores have made needless.
-
-    Random states are not put back for it: nothing in a model that is trained here draws (policy.py sees to that).
+    `selective` is telescope.backends.common.recompute's; of layers that are compiled the results of attention alone stay, as
+    products inside a compiled graph are out of reach. Nothing in a model that is trained here draws (policy.py sees to that).
     """
     if kept == "none":
         return
-    kwargs: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if kept == "selective":
-        kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_arguments(kept))
     if layers is not None:
         _only_the_first(lm, layers)
 
@@ -79,20 +51,3 @@ def _only_the_first(lm: Any, layers: int) -> None:
         for module in layer.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = place < layers
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if worth_keeping(operator) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def worth_keeping(operator: Any) -> bool:
-    """Whether it does most of a layer's arithmetic for what it returns."""
-    return operator in _kept_operators() or operator.name().partition(".")[0] in OTHERS
-
-
-@functools.cache
-def _kept_operators() -> frozenset[Any]:
-    """Without those that write into a tensor they are given, as compiled layers call them: such a result can't be put back."""
-    packets = (getattr(torch.ops.aten, name, None) for name in (*PRODUCTS, *ATTENTIONS))
-    found = (getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads())
-    return frozenset(operator for operator in found if not operator._schema.is_mutable)

@@ -19,7 +19,7 @@ from telescope.backends.base import CheckpointUnfit, World
 from telescope.backends.common import lora, randomness
 from telescope.backends.common.saving import ShardReader, own_key
 from telescope.backends.fsdp.policy import Policy
-from telescope.backends.fsdp.updates import Updater
+from telescope.backends.fsdp.updates import ShardUpdater
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ COUNTERS = "trainer.counters"
 RANDOM = "random"
 
 
-def gathered(policy: Policy, updater: Updater, world: World, *, training_state: bool) -> dict[str, Tensor]:
+def gathered(policy: Policy, updater: ShardUpdater, world: World, *, training_state: bool) -> dict[str, Tensor]:
     """As they lie here, not copied. `training_state`: all; else the weights alone."""
     weights = {MODEL + name: tensor for name, tensor in policy.by_name().items()}
     if not training_state:
@@ -39,7 +39,7 @@ def gathered(policy: Policy, updater: Updater, world: World, *, training_state: 
     return {**weights, **tensors, **counters, own_key(world.rank, RANDOM): randomness.state(world.device)}
 
 
-def put_back(folder: Path, policy: Policy, updater: Updater, world: World) -> None:
+def put_back(folder: Path, policy: Policy, updater: ShardUpdater, world: World) -> None:
     """Read what `gathered` gave, on any number of ranks. Raises `CheckpointUnfit`.
 
     A checkpoint of weights alone leaves the optimiser as it is; a rank that was not there then keeps the random state of its
@@ -69,7 +69,7 @@ def _with_state(reader: ShardReader, numbers: Mapping[str, Any], policy: Policy)
     return [parameter for name, parameter in lora.published(policy, "lm.", adapters=policy.adapters) if name in there]
 
 
-def _optimizer(policy: Policy, updater: Updater, world: World) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+def _optimizer(policy: Policy, updater: ShardUpdater, world: World) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """The optimiser's tensors, those without a dimension as one of one entry, and its plain numbers."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -89,13 +89,13 @@ def _key(name: str, kind: str, parameter: nn.Parameter, value: Tensor, world: Wo
     return own_key(world.rank, key) if alone else key
 
 
-def _states(policy: Policy, updater: Updater) -> Iterator[tuple[str, nn.Parameter, Mapping[str, Any]]]:
+def _states(policy: Policy, updater: ShardUpdater) -> Iterator[tuple[str, nn.Parameter, Mapping[str, Any]]]:
     for name, parameter in lora.published(policy, "lm.", adapters=policy.adapters):
         if parameter in updater.optimizer.state:
             yield name, parameter, updater.optimizer.state[parameter]
 
 
-def _set_numbers(policy: Policy, updater: Updater, numbers: Mapping[str, Mapping[str, Any]]) -> None:
+def _set_numbers(policy: Policy, updater: ShardUpdater, numbers: Mapping[str, Mapping[str, Any]]) -> None:
     for name, parameter, _ in _states(policy, updater):
         updater.optimizer.state[parameter].update(numbers.get(name, {}))
 

@@ -1,0 +1,173 @@
+"""From a model's config.json to megatron-core's configuration of it, and what of it must be refused.
+
+Owns both. What is not computed here as Hugging Face's own model computes it is refused in a sentence: nothing is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from telescope.backends.common.models import ModelCheckpoint, UnfitModel, model_files, parameters_on_meta
+from telescope.backends.common.rotations import check_rotations
+from telescope.backends.megatron.rules import ARCHITECTURES, ModelFacts, named
+from telescope.config.models import ModelBroken, ModelNotFound, check_weights, model_folder
+
+if TYPE_CHECKING:
+    from telescope.backends.base import Job
+    from telescope.backends.megatron import Megatron
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model that can be trained here, without its weights."""
+
+    config: Any
+    """transformers' own."""
+    facts: ModelFacts
+    shapes: dict[str, tuple[int, ...]]
+    """Of its tensors by name, in the order of Hugging Face's model; tied ones once."""
+    windows: tuple[int | None, ...]
+    """Of each layer: tokens that a token sees, itself included; None: all."""
+    rotation: nn.Module
+    """Hugging Face's module of the angles: (something of a dtype, position ids [1, T]) -> cosines and sines [1, T, D]."""
+    files: ModelCheckpoint
+
+
+def read(settings: Megatron, job: Job) -> Architecture:
+    """Raises `UnfitModel`, and what telescope.config.models raises on broken folders."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name = job.model.name
+    try:
+        folder = model_folder(name)
+    except ModelBroken:
+        raise
+    except ModelNotFound as error:
+        raise UnfitModel(str(error)) from error
+    check_weights(name, folder)
+    config = AutoConfig.from_pretrained(str(folder))
+    kind = getattr(config, "model_type", None)
+    if kind not in ARCHITECTURES:
+        raise UnfitModel(
+            f"model.name={name}: backend=megatron trains {named()}, and this is a model of type {kind}: set backend=fsdp"
+        )
+    for problem in _strange(config, settings):
+        raise UnfitModel(f"model.name={name}: {problem}")
+    with parameters_on_meta():
+        lm = AutoModelForCausalLM.from_config(config)
+    check_rotations(config, type(lm).__name__, job)
+    files = model_files(folder)
+    shapes = {each: tuple(parameter.shape) for each, parameter in lm.named_parameters()}
+    if absent := [each for each in shapes if each not in files]:
+        raise UnfitModel(
+            f"model.name={name}: {absent[0]} is not in its safetensors files under this name, and backend=megatron reads no "
+            "others: save the model with transformers' save_pretrained, or set backend=fsdp"
+        )
+    if extra := sorted(set(files) - set(lm.state_dict())):
+        log.warning("%s: its files have %d tensors that the model has no use for, %s first", name, len(extra), extra[0])
+    return Architecture(
+        config=config,
+        facts=_facts(config),
+        shapes=shapes,
+        windows=_windows(config),
+        rotation=lm.get_decoder().rotary_emb,
+        files=ModelCheckpoint(name, files),
+    )
+
+
+def _facts(config: Any) -> ModelFacts:
+    return ModelFacts(
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        groups=config.num_key_value_heads,
+        head_dim=_head_dim(config),
+        vocabulary=config.vocab_size,
+        tied=config.tie_word_embeddings,
+        qkv_bias=config.model_type == "qwen2",
+        head_norms=config.model_type == "qwen3",
+    )
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """As Hugging Face's attention of each architecture is told them."""
+    layers = int(config.num_hidden_layers)
+    if config.model_type == "mistral":
+        window: int | None = getattr(config, "sliding_window", None)
+        return (window,) * layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _strange(config: Any, settings: Megatron) -> Iterator[str]:
+    """What of the configuration is not computed here, or does not divide."""
+    size, groups = settings.tensor_parallel_size, config.num_key_value_heads
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(config, name, False):
+            yield f"its config.json has {name}=true, which backend=megatron does not compute: set backend=fsdp"
+    if config.hidden_act != "silu":
+        yield f"its config.json has hidden_act={config.hidden_act}, and backend=megatron computes silu alone: set backend=fsdp"
+    if groups % size:
+        fits = ", ".join(str(number) for number in range(1, groups + 1) if groups % number == 0)
+        yield (
+            f"backend.tensor_parallel_size={size} must divide its {groups} key-value heads, so that each rank has whole ones: "
+            f"set it to one of {fits}"
+        )
+    if config.intermediate_size % size:
+        yield (
+            f"backend.tensor_parallel_size={size} must divide the width of its MLP, intermediate_size="
+            f"{config.intermediate_size}: set another"
+        )
+    if -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
+        yield f"backend.tensor_parallel_size={size} is too many for its vocabulary of {config.vocab_size} tokens: set fewer"
+
+
+def core_config(architecture: Architecture, settings: Megatron, computing: torch.dtype) -> TransformerConfig:
+    """Without dropout, without what needs Apex or Transformer Engine, and with gradients summed over ranks, not averaged: the
+    denominators of the loss count all ranks already (megatron-core's word for that is calculate_per_token_loss)."""
+    config, facts = architecture.config, architecture.facts
+    return TransformerConfig(
+        num_layers=facts.layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=facts.heads,
+        num_query_groups=facts.groups,
+        kv_channels=facts.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        qk_layernorm=facts.head_norms,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=facts.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=settings.tensor_parallel_size,
+        sequence_parallel=settings.spreads_sequence(),
+        params_dtype=computing,
+        pipeline_dtype=computing,
+        bf16=computing == torch.bfloat16,
+        fp16=computing == torch.float16,
+        perform_initialization=False,
+        use_cpu_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        calculate_per_token_loss=True,
+    )

@@ -1,0 +1,130 @@
+"""What of a layer is this project's own: its norm, its rotation and attention within packed samples, its residual sum.
+
+The matrices and how they are spread over ranks are megatron-core's. Its own norm refuses a sequence that is spread, its own
+attention makes a [T, T] mask and shows packed samples to each other, and its rotation knows fewer ways to scale than Hugging
+Face's. Owns these four modules and what a row hands to them; formulas are those of Hugging Face's Llama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from telescope.backends.common import attention
+from telescope.backends.common.attention_choice import Kind
+
+
+@dataclass
+class AttentionRow(PackedSeqParams):  # type: ignore[misc]
+    """What attention is told of a row of T tokens. megatron-core hands it on to each layer's attention, checkpointed or not,
+    and itself looks only for the format `thd`, which this is not."""
+
+    segments: attention.Segments | None = None
+    cos: Tensor | None = None  # [1, T, D]
+    sin: Tensor | None = None  # [1, T, D]
+
+
+class Norm(nn.Module):
+    """RMSNorm (arXiv:1910.07467), summed in float32. With a `spread` input each rank sees other tokens, and megatron-core sums
+    the weight's gradient over them (finalize_model_grads, by the mark on the weight)."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, *, spread: bool) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = spread and config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[…, H] -> […, H]."""
+        wide = hidden.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * scaled.to(hidden.dtype)
+
+
+class PackedAttention(nn.Module):
+    """Rotation of queries and keys, and causal attention inside each sample of a row. All the row's tokens are here, and this
+    rank's share of the heads."""
+
+    def __init__(
+        self, kernel: attention.Function, windows: tuple[int | None, ...], scaling: float, layer_number: int, **_: Any
+    ) -> None:  # fmt: skip
+        """windows: of each layer, tokens that a token sees, itself included; None: all of its sample. `layer_number` from 1."""
+        super().__init__()
+        self._kernel, self._window, self._scaling = kernel, windows[layer_number - 1], scaling
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *,
+        packed_seq_params: AttentionRow, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        """query [T, 1, Hq, D], key and value [T, 1, Hkv, D] -> [T, 1, Hq · D]."""
+        row = packed_seq_params
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [1, H, T, D]
+        q, k = rotated(q, row), rotated(k, row)
+        told: dict[str, Any] = {"row": row.segments, "scaling": self._scaling, "sliding_window": self._window}
+        out = self._kernel(self, q, k, v, None, **told)[0]
+        return out.transpose(0, 1).flatten(2)
+
+
+def rotated(tensor: Tensor, row: AttentionRow) -> Tensor:
+    """[1, H, T, D] turned by its tokens' angles, halves of a head as pairs."""
+    assert row.cos is not None
+    assert row.sin is not None
+    first, second = tensor.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return tensor * row.cos[:, None] + turned * row.sin[:, None]
+
+
+def residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """megatron-core's place for bias, dropout and residual, of which there is the residual alone."""
+
+    def added(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + output[0]
+
+    return added
+
+
+def layer_spec(kind: Kind, windows: tuple[int | None, ...], scaling: float, width: int, *, head_norms: bool) -> Any:
+    """What megatron-core builds a block of layers from. `width`: of the MLP, over all ranks."""
+    spread, own = (ModuleSpec(module=Norm, params={"spread": each}) for each in (True, False))
+    core = partial(PackedAttention, attention.plain(kind), windows, scaling)
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=spread,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=core,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=own if head_norms else IdentityOp,
+                    k_layernorm=own if head_norms else IdentityOp,
+                ),
+            ),
+            self_attn_bda=residual_sum,
+            pre_mlp_layernorm=spread,
+            mlp=ModuleSpec(
+                module=MLP,
+                params={"ffn_hidden_size": width},
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
+            mlp_bda=residual_sum,
+        ),
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * len(windows), layer_norm=spread)

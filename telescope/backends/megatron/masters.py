@@ -1,0 +1,135 @@
+"""Which run of each parameter's numbers this rank updates, and where the numbers are that are updated.
+
+megatron-core's buffers hold gradients one after another, and with its distributed optimizer each of D data-parallel ranks sums
+up and keeps 1/D of every buffer: whole parameters, and pieces of two. Without it each rank updates all. Where weights compute
+in another dtype than they are updated in, the latter lie here. Owns these pieces, the norm of their gradient, and the way back
+to whole parameters. Refuses to know optimisers and names of Hugging Face.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from telescope.backends.megatron.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class UpdatedPiece:
+    """Numbers `start` to `stop` of a parameter, as it lies on this rank of its model, in a row."""
+
+    start: int
+    stop: int
+    updated: nn.Parameter
+    """[stop - start]: in the parameter itself, or apart."""
+    computing: Tensor
+    """[stop - start] in the parameter."""
+    gradient: Tensor
+    """[stop - start] in megatron-core's buffer."""
+
+    @property
+    def apart(self) -> bool:
+        return self.updated.data_ptr() != self.computing.data_ptr()
+
+
+class Masters:
+    """Of a model that megatron-core's DistributedDataParallel `ddp` holds."""
+
+    def __init__(self, ddp: Any, dtype: torch.dtype, parallel: Parallel, *, spread: bool) -> None:
+        """`dtype`: what weights are updated in. `spread`: over the data-parallel ranks, as ddp spreads its buffers."""
+        self._ddp, self._parallel, self._spread = ddp, parallel, spread and parallel.data_size > 1
+        self.dtype = dtype
+        self.parameters: dict[str, nn.Parameter] = dict(ddp.module.named_parameters())
+        runs = self._runs() if self._spread else {name: (0, p.numel()) for name, p in self.parameters.items()}
+        self.pieces = {name: self._piece(self.parameters[name], *run) for name, run in runs.items()}
+
+    def _runs(self) -> dict[str, tuple[int, int]]:
+        """By name; of a parameter that is all other ranks' there is none."""
+        runs, names = {}, {parameter: name for name, parameter in self.parameters.items()}
+        for buffer in self._ddp.buffers:
+            for bucket in buffer.buckets:
+                share = bucket.grad_data.numel() // self._parallel.data_size
+                begin = bucket.offset + self._parallel.data_rank * share
+                for parameter in bucket.params_list:
+                    first, last, _ = buffer.param_index_map[parameter]
+                    start, stop = max(begin, first), min(begin + share, last)
+                    if start < stop:
+                        runs[names[parameter]] = (start - first, stop - first)
+        return runs
+
+    def _piece(self, parameter: nn.Parameter, start: int, stop: int) -> UpdatedPiece:
+        computing = parameter.detach().view(-1)[start:stop]
+        gradient: Tensor = parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
+        updated = computing if computing.dtype == self.dtype else torch.empty_like(computing, dtype=self.dtype)
+        return UpdatedPiece(start, stop, nn.Parameter(updated), computing, gradient)
+
+    # ---- values
+
+    @torch.no_grad()
+    def put(self, name: str, whole: Tensor) -> None:
+        """All of a parameter as it lies on this rank of its model."""
+        self.parameters[name].copy_(whole)
+        if (piece := self.pieces.get(name)) is not None and piece.apart:
+            piece.updated.copy_(whole.reshape(-1)[piece.start : piece.stop])
+
+    @torch.no_grad()
+    def put_piece(self, name: str, whole: Tensor, of: Callable[[UpdatedPiece], Tensor]) -> None:
+        """Of something beside the parameters, e.g. a moment: `of` gives where it lies."""
+        if (piece := self.pieces.get(name)) is not None:
+            of(piece).copy_(whole.reshape(-1)[piece.start : piece.stop])
+
+    @torch.no_grad()
+    def whole(self, name: str, of: Callable[[UpdatedPiece], Tensor], dtype: torch.dtype, owner: int = 0) -> Tensor | None:
+        """A parameter's weights (or gradient, or moments, as `of` says) in the parameter's shape on data-parallel rank `owner`;
+        None on the others. A collective where masters are spread.
+
+        Each number is on one rank and 0 elsewhere, so that adding up bytes is joining them, to the bit.
+        """
+        parameter, piece = self.parameters[name], self.pieces.get(name)
+        mine = self._parallel.data_rank == owner
+        if not self._spread:
+            assert piece is not None
+            return of(piece).detach().view(parameter.shape) if mine else None
+        flat = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
+        if piece is not None:
+            flat[piece.start : piece.stop].copy_(of(piece).detach())
+        to = owner * self._parallel.tensor_size + self._parallel.tensor_rank
+        dist.reduce(flat.view(torch.uint8), dst=to, op=dist.ReduceOp.SUM, group=self._parallel.data_group)
+        return flat.view(parameter.shape) if mine else None
+
+    @property
+    def apart(self) -> bool:
+        """Whether weights are updated in another dtype than they compute in."""
+        return any(parameter.dtype != self.dtype for parameter in self.parameters.values())
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After an update: what computes is what was updated, on all ranks."""
+        apart = [piece for piece in self.pieces.values() if piece.apart]
+        if apart:
+            torch._foreach_copy_([piece.computing for piece in apart], [piece.updated for piece in apart])
+        if self._spread:
+            self._ddp.start_param_sync(force_sync=True)
+
+    # ---- gradients
+
+    def gradients(self) -> list[Tensor]:
+        return [piece.gradient for piece in self.pieces.values()]
+
+    @torch.no_grad()
+    def norm(self, everywhere: Mapping[str, bool]) -> Tensor:
+        """[] float32: of the gradient over all ranks, each parameter once. `everywhere`: by name, whether all ranks of a model
+        have all of it. A collective."""
+        first = self._parallel.tensor_rank == 0
+        once = self._spread or self._parallel.data_rank == 0
+        counted = [piece.gradient for name, piece in self.pieces.items() if once and (first or not everywhere[name])]
+        total = torch.zeros((), dtype=torch.float32, device=next(iter(self.parameters.values())).device)
+        if counted:
+            total += torch.stack(torch._foreach_norm(counted, 2.0, torch.float32)).square().sum()
+        dist.all_reduce(total)
+        return total.sqrt()

@@ -1,0 +1,140 @@
+"""A megatron-core model as a policy: packed rows in, log-probs and entropies of sampled tokens out.
+
+Owns the forward pass. Its layers are run here one by one rather than by megatron-core's block, whose own way to compute layers
+again looks after random states that nothing here needs. Refuses losses, optimisers and files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from telescope.backends.common import attention, vocabulary
+from telescope.backends.common.attention_choice import Kind
+from telescope.backends.common.recompute import checkpoint_arguments, mode
+from telescope.backends.common.rows import DeviceRow, sent
+from telescope.backends.megatron.architecture import Architecture, core_config
+from telescope.backends.megatron.layers import AttentionRow, layer_spec
+from telescope.backends.megatron.parallel import Parallel
+from telescope.maths.support import WHOLE, Support
+
+if TYPE_CHECKING:
+    from telescope.backends.megatron import Megatron
+
+
+@dataclass(frozen=True)
+class ParallelRow:
+    """One packed row of T tokens, filled up where ranks share it out, n of them sampled, on the device."""
+
+    ids: Tensor  # [1, T] int64
+    row: AttentionRow
+    places: Tensor  # [n] int64, the tokens before the sampled ones
+    targets: Tensor  # [n] int64, the sampled tokens
+    temperature: float | Tensor  # of all of them, or [n] float32
+
+
+class ParallelPolicy(nn.Module):
+    """`lm` is megatron-core's model of this rank's parts, its parameters without values yet."""
+
+    def __init__(
+        self, architecture: Architecture, settings: Megatron, kind: Kind, computing: torch.dtype, parallel: Parallel,
+        device: str,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        facts = architecture.facts
+        self.config = core_config(architecture, settings, computing)
+        self.kind: Kind = kind
+        self._parallel, self._device, self._computing = parallel, device, computing
+        self._spread = bool(self.config.sequence_parallel)
+        self._rotation = architecture.rotation.to(device)
+        kept = mode(settings.gradient_checkpointing)
+        self._again: dict[str, Any] | None = None if kept == "none" else checkpoint_arguments(kept)
+        group = parallel.tensor_group if parallel.tensor_size > 1 else None
+        self._vocabulary = vocabulary.cut(facts.vocabulary, parallel.tensor_rank, parallel.tensor_size, group)
+        width = architecture.config.intermediate_size
+        spec = layer_spec(kind, architecture.windows, facts.head_dim**-0.5, width, head_norms=facts.head_norms)
+        self.lm: Any = GPTModel(
+            config=self.config,
+            transformer_layer_spec=spec,
+            vocab_size=self._vocabulary.each * parallel.tensor_size,
+            max_sequence_length=architecture.config.max_position_embeddings,
+            position_embedding_type="none",  # attention turns queries and keys itself
+            share_embeddings_and_output_weights=facts.tied,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+
+    def prepared(self, row: DeviceRow, boundaries: np.ndarray) -> ParallelRow:
+        """boundaries [S + 1]: segment s is tokens boundaries[s] to boundaries[s + 1]. A row that is shared out over ranks is
+        filled up with one more segment, which nobody looks at."""
+        ids, positions = row.ids, row.position_ids
+        size = self._parallel.tensor_size if self._spread else 1
+        if missing := -ids.shape[1] % size:
+            ids = torch.nn.functional.pad(ids, (0, missing))
+            positions = torch.cat([positions, sent(np.arange(missing)[None], self._device)], dim=1)
+            boundaries = np.append(boundaries, boundaries[-1] + missing)
+        segments = attention.segments(self.kind, boundaries, self._device)
+        cos, sin = self._rotation(torch.empty(0, dtype=self._computing, device=self._device), positions)
+        return ParallelRow(
+            ids,
+            AttentionRow(qkv_format="sbhd", segments=segments, cos=cos, sin=sin),
+            row.sampled - 1,
+            row.targets,
+            sent(row.temperature, self._device) if isinstance(row.temperature, np.ndarray) else row.temperature,
+        )
+
+    def forward(self, given: ParallelRow, chunk: int, support: Support = WHOLE) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [n] of the sampled tokens, float32, the same on all ranks of the model. A collective."""
+        hidden = self._final_states(given)  # [T, 1, H], or this rank's share of the tokens
+        group = self._parallel.tensor_group
+        if self._spread:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        head = self.head
+        if len(head) > self._vocabulary.count:
+            head = head[: self._vocabulary.count]
+        taken = hidden[:, 0].index_select(0, given.places).to(head.dtype)
+        return vocabulary.logprobs(taken, head, given.targets, given.temperature, chunk, self._vocabulary, support)
+
+    @property
+    def head(self) -> Tensor:
+        """[rows of this rank, filled up; H]."""
+        embedding: Tensor = self.lm.embedding.word_embeddings.weight
+        own: Tensor | None = self.lm.output_layer.weight
+        return embedding if own is None else own
+
+    def _final_states(self, given: ParallelRow) -> Tensor:
+        hidden = self.lm.embedding.word_embeddings(given.ids)
+        if not self._spread:
+            hidden = hidden.transpose(0, 1).contiguous()
+        for layer in self.lm.decoder.layers:
+            hidden = self._of_layer(layer, hidden, given.row)
+        final: Tensor = self.lm.decoder.final_layernorm(hidden)
+        return final
+
+    def _of_layer(self, layer: Any, hidden: Tensor, row: AttentionRow) -> Tensor:
+        def run(entering: Tensor) -> Tensor:
+            leaving: Tensor = layer(entering, attention_mask=None, packed_seq_params=row)[0]
+            return leaving
+
+        if self._again is None or not torch.is_grad_enabled():
+            return run(hidden)
+        result: Tensor = checkpoint(run, hidden, **self._again)
+        return result
+
+    @torch.no_grad()
+    def logprobs_only(self, given: ParallelRow, chunk: int, support: Support = WHOLE) -> Tensor:
+        """Log-probs [n] alone, without gradient. A collective."""
+        logprob: Tensor = self(given, chunk, support=support)[0]
+        return logprob

@@ -1,0 +1,103 @@
+"""From the ranks' parts to whole Hugging Face tensors in flat buckets, on rank 0 of the trainer.
+
+Owns the exchange: the ranks of the first whole model send their parts of a bucket, already cast, and rank 0 puts them in
+place. A bucket is all that exists whole at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from telescope.backends.common.flat_buckets import view_in
+from telescope.backends.megatron.masters import Masters, UpdatedPiece
+from telescope.backends.megatron.parallel import Parallel
+from telescope.backends.megatron.rules import TensorMap
+from telescope.records import TensorSpec
+from telescope.weights.buckets import ITEM_BYTES, Bucket, ModelTensor, aligned
+
+
+class PartPacker:
+    """`pack` is a collective."""
+
+    def __init__(self, masters: Masters, table: TensorMap, parallel: Parallel, device: str) -> None:
+        self._masters, self._table, self._parallel, self._device = masters, table, parallel, device
+
+    def layout(self) -> Sequence[ModelTensor]:
+        dtype = str(self._masters.dtype).removeprefix("torch.")
+        return [ModelTensor(name, dtype, shape) for name, shape in self._table.shapes.items()]
+
+    @torch.no_grad()
+    def pack(self, bucket: Bucket, out: Tensor | None) -> None:
+        found = self._parts(bucket)
+        if self._parallel.data_rank:
+            return
+        spread = [spec for spec in bucket.specs if self._parallel.tensor_size > 1 and self._dim(spec) is not None]
+        if spread:
+            self._gather(spread, found, bucket.start, out)
+        if out is not None:
+            names = {spec.name for spec in spread}
+            for spec in bucket.specs:
+                if spec.name not in names:
+                    view_in(out, bucket.start, spec).copy_(found[spec.name])
+
+    def _parts(self, bucket: Bucket) -> dict[str, Tensor]:
+        """This rank's, of each tensor of the bucket. Empty on ranks that have none to send."""
+        found: dict[str, Tensor] = {}
+        for name in dict.fromkeys(self._table.of[spec.name][0].parameter for spec in bucket.specs):
+            local = self._local(name, bucket)
+            if local is not None:
+                found |= self._table.split(self._table.rules[name], local)
+        return found
+
+    def _local(self, name: str, bucket: Bucket) -> Tensor | None:
+        """A parameter as it computes, which casting to its own dtype leaves as it is, or as it is updated."""
+        computing = self._masters.parameters[name].detach()
+        wire = {spec.dtype for spec in bucket.specs}
+        if not self._masters.apart or wire == {str(computing.dtype).removeprefix("torch.")}:
+            return None if self._parallel.data_rank else computing
+
+        def updated(piece: UpdatedPiece) -> Tensor:
+            return piece.updated
+
+        return self._masters.whole(name, updated, self._masters.dtype)
+
+    def _dim(self, spec: TensorSpec) -> int | None:
+        return self._table.of[spec.name][1].dim
+
+    def _gather(self, specs: Sequence[TensorSpec], found: dict[str, Tensor], start: int, out: Tensor | None) -> None:
+        size = self._parallel.tensor_size
+        places, end = [], 0
+        for spec in specs:
+            places.append(end)
+            end = aligned(end + _largest(spec, self._dim(spec), size))
+        message = torch.zeros(end, dtype=torch.uint8, device=self._device)
+        for spec, place in zip(specs, places, strict=True):
+            part = found[spec.name]
+            _piece(message, place, spec, tuple(part.shape)).copy_(part)
+        every = [torch.empty_like(message) for _ in range(size)] if out is not None else None
+        dist.gather(message, every, dst=0, group=self._parallel.tensor_group)
+        if out is None or every is None:
+            return
+        for spec, place in zip(specs, places, strict=True):
+            dim = self._dim(spec)
+            assert dim is not None
+            whole, each = view_in(out, start, spec), -(-spec.shape[dim] // size)
+            for rank, sent in enumerate(every):
+                here = whole.narrow(dim, rank * each, min(each, spec.shape[dim] - rank * each))
+                here.copy_(_piece(sent, place, spec, tuple(here.shape)))
+
+
+def _largest(spec: TensorSpec, dim: int | None, size: int) -> int:
+    """Bytes of the largest part of any rank."""
+    assert dim is not None
+    return spec.nbytes // spec.shape[dim] * -(-spec.shape[dim] // size)
+
+
+def _piece(message: Tensor, place: int, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+    nbytes = math.prod(shape) * ITEM_BYTES[spec.dtype]
+    return message[place : place + nbytes].view(getattr(torch, spec.dtype)).view(shape)

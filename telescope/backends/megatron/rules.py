@@ -1,0 +1,165 @@
+"""Which tensor of a Hugging Face model is which part of which Megatron-Core parameter, for each architecture that is trained.
+
+Owns the table, the interleaving and the cuts. megatron-core keeps queries, keys and values of a layer in one matrix, group by
+group (a group's query heads, its key head, its value head), and the MLP's gate and up in another; each rank of T has 1/T of the
+groups, of the MLP's width and of the vocabulary. So of every Hugging Face tensor a rank has a run of rows or of columns, as
+`torch.chunk` cuts them: `split` and `join` go from one to the other without talking to anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2 (and 2.5)", "qwen3": "Qwen3 (dense)"}
+"""By transformers' `model_type`."""
+
+Kind = Literal["whole", "heads", "gated", "vocabulary"]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What of a configuration decides where its tensors go."""
+
+    layers: int
+    heads: int
+    groups: int
+    """Key-value heads."""
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    qkv_bias: bool
+    head_norms: bool
+    """Of queries and keys."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A Hugging Face tensor; `dim`: along which ranks have parts of it, None: all have all of it."""
+
+    name: str
+    dim: int | None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A parameter of megatron-core's GPTModel, and the tensors it is made of, in order."""
+
+    parameter: str
+    kind: Kind
+    parts: tuple[Part, ...]
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether each rank has all of it: it counts once in a norm."""
+        return all(part.dim is None for part in self.parts)
+
+
+def rules(facts: ModelFacts) -> Iterator[Rule]:
+    """Of all parameters."""
+    yield Rule("embedding.word_embeddings.weight", "vocabulary", (Part("model.embed_tokens.weight", 0),))
+    for number in range(facts.layers):
+        yield from _of_layer(number, facts)
+    yield Rule("decoder.final_layernorm.weight", "whole", (Part("model.norm.weight", None),))
+    if not facts.tied:
+        yield Rule("output_layer.weight", "vocabulary", (Part("lm_head.weight", 0),))
+
+
+def _of_layer(number: int, facts: ModelFacts) -> Iterator[Rule]:
+    ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
+    attention, mlp = f"{theirs}self_attn.", f"{theirs}mlp."
+
+    def of_heads(kind: str) -> Rule:
+        parts = tuple(Part(f"{attention}{letter}_proj.{kind}", 0) for letter in "qkv")
+        return Rule(f"{ours}self_attention.linear_qkv.{kind}", "heads", parts)
+
+    yield Rule(f"{ours}input_layernorm.weight", "whole", (Part(f"{theirs}input_layernorm.weight", None),))
+    yield of_heads("weight")
+    if facts.qkv_bias:
+        yield of_heads("bias")
+    if facts.head_norms:
+        for letter in "qk":
+            name = f"{ours}self_attention.{letter}_layernorm.weight"
+            yield Rule(name, "whole", (Part(f"{attention}{letter}_norm.weight", None),))
+    yield Rule(f"{ours}self_attention.linear_proj.weight", "whole", (Part(f"{attention}o_proj.weight", 1),))
+    yield Rule(f"{ours}pre_mlp_layernorm.weight", "whole", (Part(f"{theirs}post_attention_layernorm.weight", None),))
+    gated = (Part(f"{mlp}gate_proj.weight", 0), Part(f"{mlp}up_proj.weight", 0))
+    yield Rule(f"{ours}mlp.linear_fc1.weight", "gated", gated)
+    yield Rule(f"{ours}mlp.linear_fc2.weight", "whole", (Part(f"{mlp}down_proj.weight", 1),))
+
+
+class TensorMap:
+    """The table of one model for one rank of `size`. `shapes`: the Hugging Face tensors, in the order of the model's own.
+
+    Raises ValueError where the table and the model do not have the same tensors.
+    """
+
+    def __init__(self, facts: ModelFacts, shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> None:
+        self.facts, self.shapes = facts, dict(shapes)
+        self._rank, self._size = rank, size
+        self.rules = {rule.parameter: rule for rule in rules(facts)}
+        self.of = {part.name: (rule, part) for rule in self.rules.values() for part in rule.parts}
+        if odd := sorted(set(self.of) ^ set(self.shapes)):
+            where = "the model has" if odd[0] in self.shapes else "the model lacks"
+            raise ValueError(f"{where} {odd[0]}, which the table of Megatron-Core's parameters does not expect")
+
+    def here(self, name: str) -> tuple[int | None, int, int]:
+        """(dim, first, count): what of a tensor this rank has."""
+        dim, shape = self.of[name][1].dim, self.shapes[name]
+        if dim is None:
+            return None, 0, shape[0]
+        each = -(-shape[dim] // self._size)
+        first = min(self._rank * each, shape[dim])
+        return dim, first, min(each, shape[dim] - first)
+
+    def part_shape(self, name: str) -> tuple[int, ...]:
+        """Of what this rank has."""
+        dim, _, count = self.here(name)
+        return tuple(count if axis == dim else length for axis, length in enumerate(self.shapes[name]))
+
+    def split(self, rule: Rule, local: Tensor) -> dict[str, Tensor]:
+        """The rank's parts of the Hugging Face tensors, from its parameter (or its gradient, or its moment). Views where they
+        can be."""
+        names = [part.name for part in rule.parts]
+        match rule.kind:
+            case "whole":
+                return {names[0]: local}
+            case "vocabulary":
+                return {names[0]: local[: self.here(names[0])[2]]}
+            case "gated":
+                return dict(zip(names, local.chunk(2), strict=True))
+            case "heads":
+                facts = self.facts
+                groups, queries, inner = facts.groups // self._size, facts.heads // facts.groups, local.shape[1:]
+                by_group = local.view(groups, queries + 2, facts.head_dim, *inner)
+                found = (by_group[:, :queries], by_group[:, queries], by_group[:, queries + 1])
+                return {name: part.reshape(-1, *inner) for name, part in zip(names, found, strict=True)}
+
+    def join(self, rule: Rule, parts: Mapping[str, Tensor], into: Tensor) -> None:
+        """The other way; rows of a vocabulary that is filled up become 0."""
+        found = [parts[part.name] for part in rule.parts]
+        match rule.kind:
+            case "whole":
+                into.copy_(found[0])
+            case "vocabulary":
+                into[: len(found[0])].copy_(found[0])
+                into[len(found[0]) :].zero_()
+            case "gated":
+                torch.cat(found, out=into)
+            case "heads":
+                facts = self.facts
+                groups, queries, inner = facts.groups // self._size, facts.heads // facts.groups, into.shape[1:]
+                by_group = into.view(groups, queries + 2, facts.head_dim, *inner)
+                by_group[:, :queries].copy_(found[0].reshape(groups, queries, facts.head_dim, *inner))
+                for place, part in enumerate(found[1:]):
+                    by_group[:, queries + place].copy_(part.reshape(groups, facts.head_dim, *inner))
+
+
+def named(architectures: Iterable[str] = ARCHITECTURES.values()) -> str:
+    """For a sentence."""
+    *first, last = architectures
+    return f"{', '.join(first)} and {last}"

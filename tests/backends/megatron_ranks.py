@@ -1,0 +1,271 @@
+"""Four ranks that train with backend=megatron in one world after the other: `python -m tests.backends.megatron_ranks FOLDER`.
+
+One process imports everything and forks the ranks, before anything has threads; they meet by files, so no port is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from telescope.algorithms.base import Algorithm
+from telescope.algorithms.grpo import GRPO
+from telescope.backends.base import Job, Saved, TrainShard, World
+from telescope.backends.common import vocabulary
+from telescope.backends.common.logprobs import logprobs
+from telescope.maths.support import WHOLE, Support
+from telescope.weights.buckets import buckets, lay_out
+from tests.backends.four_ranks import forked, meet
+from tests.backends.megatron_watching import Watching, on_cpu, watch
+from tests.backends.models import random_model, random_other
+from tests.backends.shards import in_minibatches, make_job, make_shard, part
+from tests.digits.batches import VARIANTS
+
+SHARES = {1: ([0, 1, 2, 3, 4, 5, 6, 7],), 2: ([0, 3, 1, 2], [6, 7, 5, 4]), 4: ([0, 3], [1, 2, 4], [6, 7], [5])}
+"""Trajectories of the data-parallel ranks, by their number."""
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 129}
+"""A vocabulary that no number of ranks divides."""
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3 untied": {"tie_word_embeddings": False, "rope_parameters": YARN},
+    "qwen2": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
+    "mistral": {"tie_word_embeddings": False, "sliding_window": 6},
+}
+ALL_PENALTIES = VARIANTS["grpo, penalties of all kinds"]
+"""Asks for the base model's log-probs, and trains the entropy."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`settings` are the backend's; `minibatches`: trajectories of each."""
+
+    ranks: int
+    model: str = "qwen3"
+    settings: dict[str, Any] = field(default_factory=dict)
+    algorithm: Algorithm = field(default_factory=GRPO)
+    support: Support = WHOLE
+    temperature: float = 1.0
+    minibatches: tuple[int, ...] = (8,)
+    planted: bool = False
+    """The sum of gradients over the ranks of a model is left out."""
+
+    @property
+    def tensor_size(self) -> int:
+        return int(self.settings.get("tensor_parallel_size", 1))
+
+    @property
+    def models(self) -> int:
+        return self.ranks // self.tensor_size
+
+
+TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
+WHOLE_ROWS, WHOLE_MOMENTS = {"sequence_parallel": False}, {"use_distributed_optimizer": False}
+CASES = {
+    "1": Case(1),
+    "1, selective": Case(1, settings={"gradient_checkpointing": "selective"}),
+    "TP 2": Case(2, settings=TP2),
+    "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS),
+    "TP 2, whole rows, computed again": Case(2, settings=TP2 | WHOLE_ROWS | {"gradient_checkpointing": "full"}),
+    "TP 2, computed again": Case(2, settings=TP2 | {"gradient_checkpointing": True}),
+    "TP 2, selective": Case(2, settings=TP2 | {"gradient_checkpointing": "selective"}),
+    "TP 2, cut": Case(2, settings=TP2, support=Support(top_k=40, top_p=0.9), temperature=0.7),
+    "TP 2, penalties": Case(2, settings=TP2, algorithm=ALL_PENALTIES),
+    "DP 2": Case(2),
+    "DP 2, whole moments": Case(2, settings=WHOLE_MOMENTS),
+    "DP 2, overlapped": Case(2, settings={"overlap_grad_reduce": True}),
+    "TP 4": Case(4, settings=TP4),
+    "DP 4": Case(4),
+    "TP 2, DP 2": Case(4, settings=TP2),
+    "TP 2, DP 2, whole rows": Case(4, settings=TP2 | WHOLE_ROWS),
+    "TP 2, DP 2, whole moments": Case(4, settings=TP2 | WHOLE_MOMENTS),
+    "TP 2, DP 2, 2 minibatches": Case(
+        4, settings=TP2 | {"overlap_grad_reduce": True}, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
+    ),
+    **{f"TP 2, DP 2, {model}": Case(4, model, TP2) for model in MODELS if model != "qwen3"},
+    "TP 2, whole rows, qwen2": Case(2, "qwen2", TP2 | WHOLE_ROWS),
+}  # fmt: skip
+PLANTED = {
+    "TP 2": Case(2, settings=TP2, planted=True),
+    "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS, planted=True),
+}
+
+
+def models(folder: Path) -> dict[str, str]:
+    made = {}
+    for name, changes in MODELS.items():
+        kind, place = name.partition(" ")[0], folder / name.replace(" ", "-")
+        given = {**SIZES, "head_dim": 8, **changes}
+        made[name] = random_model(place, **given) if kind == "qwen3" else random_other(place, kind, **given)
+    return made
+
+
+def make(case: Case, model: str, world: World) -> Job:
+    job = make_job(
+        model=model, seq_len=64, pad_to_multiple_of=1, world=world, algorithm=case.algorithm, temperature=case.temperature
+    )  # fmt: skip
+    return replace(job, support=case.support)
+
+
+def whole_shard(step: int = 1, sizes: tuple[int, ...] = (8,)) -> TrainShard:
+    return in_minibatches(make_shard(step, seed=step), sizes)
+
+
+def share(case: Case, rank: int, step: int = 1) -> TrainShard:
+    return part(whole_shard(step, case.minibatches), SHARES[case.models][rank // case.tensor_size])
+
+
+def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:
+    job = replace(make(case, model, World(rank, case.ranks, "cpu")), **changes)
+    return watch(job, **case.settings)
+
+
+def run(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
+    """Log-probs of each rank; gradients, metrics and weights after a step of rank 0, and what `pack` gives."""
+    backend = build(case, model, rank)
+    plain = backend.logprobs(share(case, rank))
+    result = backend.train_step(share(case, rank))
+    weights, packed = dict(backend.weights()), pack_all(backend, rank)
+    np.save(folder / f"{name}-{rank}.npy", plain)
+    (folder / f"{name}-{rank}.json").write_bytes(msgspec.json.encode(result.metrics))
+    if rank == 0:
+        torch.save({"gradients": backend.updates[-1], "weights": weights, "packed": packed}, folder / f"{name}.pt")
+    backend.close()
+
+
+def pack_all(backend: Any, rank: int) -> torch.Tensor:
+    """A version in bfloat16, [nbytes] uint8; empty on other ranks than the first."""
+    specs, nbytes = lay_out(backend.layout(), "bfloat16")
+    whole = torch.zeros(nbytes, dtype=torch.uint8)
+    for bucket in buckets(specs, 5000):
+        out = torch.empty(bucket.nbytes, dtype=torch.uint8) if rank == 0 else None
+        backend.pack(bucket, out)
+        if out is not None:
+            for spec in bucket.specs:
+                first = spec.offset - bucket.start
+                whole[spec.offset : spec.offset + spec.nbytes] = out[first : first + spec.nbytes]
+    return whole
+
+
+def planted(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
+    missing = "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads"
+    with mock.patch(missing, return_value=None):
+        run(f"planted {name}", case, model, rank, folder)
+
+
+HALF = {"mixed_precision_dtype": "bfloat16"}
+RESUMED = {
+    "TP 2, DP 2": Case(4, settings=TP2),
+    "TP 2, DP 2, half": Case(4, settings=TP2 | HALF),
+    "DP 2, half, whole moments": Case(2, settings=HALF | WHOLE_MOMENTS),
+    "DP 2, half, again": Case(2, settings=HALF),
+    "1": Case(1),
+}
+"""Each goes on from its own checkpoint; the last one also from the first's, whose ranks are four."""
+
+
+def resume(name: str, case: Case, model: str, rank: int, folder: Path, begin: Path | None) -> None:
+    """Steps 2 and 3, after step 1 and a save or from a checkpoint."""
+    backend = build(case, model, rank, resume=begin)
+    if begin is None:
+        backend.train_step(share(case, rank))
+        outcomes: queue.Queue[Any] = queue.Queue()
+        backend.save(1, folder / f"saved {name}", outcomes.put)
+        outcome = outcomes.get(timeout=60)
+        assert isinstance(outcome, Saved), outcome
+        dist.barrier()  # files of all ranks
+        store(folder / f"saved {name}.pt", backend, [], rank)
+    metrics = [backend.train_step(share(case, rank, step)).metrics for step in (2, 3)]
+    store(folder / f"{'went on' if begin is None else 'resumed'} {name}.pt", backend, metrics, rank)
+    backend.close()
+
+
+def store(file: Path, backend: Any, metrics: list[dict[str, float]], rank: int) -> None:
+    weights = dict(backend.weights())
+    if rank == 0:
+        torch.save({"metrics": metrics, "weights": weights}, file)
+
+
+def check_logprobs(rank: int, size: int) -> None:
+    """Of a head that is cut into `size` parts, beside the head as a whole: values and gradients."""
+    torch.manual_seed(5)
+    tokens, width, count = 37, 16, 129
+    hidden, head = torch.randn(tokens, width), torch.randn(count, width)
+    targets, wanted = torch.randint(0, count, (tokens,)), torch.randn(2, tokens)
+    shard = vocabulary.cut(count, rank, size, dist.group.WORLD)
+    for support in (WHOLE, Support(top_k=20), Support(top_p=0.8, min_p=0.001)):
+        for both in (True, False):
+            h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+            expected = logprobs(h, w, targets, 0.7, 8, support)
+            loss(expected, wanted, both).backward()
+            for temperature in (0.7, torch.full((tokens,), 0.7)):
+                part = head[shard.first : shard.first + shard.count].clone().requires_grad_()
+                own = hidden.clone().requires_grad_()
+                found = vocabulary.logprobs(own, part, targets, temperature, 8, shard, support)
+                loss(found, wanted, both).backward()
+                dist.all_reduce(own.grad)
+                for ours, theirs in zip(found, expected, strict=True):
+                    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+                near(own.grad, h.grad)
+                near(part.grad, w.grad[shard.first : shard.first + shard.count])
+
+
+def loss(found: tuple[torch.Tensor, torch.Tensor], wanted: torch.Tensor, both: bool) -> torch.Tensor:
+    total = (found[0] * wanted[0]).sum()
+    return total + (found[1] * wanted[1]).sum() if both else total
+
+
+def near(ours: Any, theirs: Any) -> None:
+    assert float((ours - theirs).norm() / theirs.norm()) < 2e-6
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    made = {name: str(folder / name.replace(" ", "-")) for name in MODELS}
+
+    def one_rank(rank: int) -> None:
+        with on_cpu():
+            for size in (4, 2, 1):
+                if rank < size:
+                    meet(folder / f"meeting-{size}", rank, size)
+                    all_of(size, rank)
+                    dist.destroy_process_group()
+
+    def all_of(size: int, rank: int) -> None:
+        if size > 1:
+            check_logprobs(rank, size)
+        for name, case in CASES.items():
+            if case.ranks == size:
+                run(name, case, made[case.model], rank, folder)
+        for name, case in PLANTED.items():
+            if case.ranks == size:
+                planted(name, case, made[case.model], rank, folder)
+        for name, case in RESUMED.items():
+            if case.ranks == size:
+                resume(name, case, made[case.model], rank, folder, None)
+                resume(name, case, made[case.model], rank, folder, folder / f"saved {name}")
+        if size == 1:
+            resume("1 of four", RESUMED["1"], made["qwen3"], rank, folder, folder / "saved TP 2, DP 2")
+
+    return forked(one_rank)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,207 @@
+"""backend=megatron against backend=fsdp on the same batch and weights in float32, in worlds of one, two and four ranks.
+
+Four processes train all cases (tests/backends/megatron_ranks.py) over gloo, with the real backend; what they found is compared
+with FSDP on one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed here: the extra `megatron` brings it")
+
+from telescope.backends.base import World
+from telescope.cli.export import Wanted, export
+from telescope.config.sections import ModelSettings
+from tests.backends.megatron_ranks import (
+    CASES,
+    PLANTED,
+    RESUMED,
+    SHARES,
+    Case,
+    make,
+    models,
+    pack_all,
+    whole_shard,
+)
+from tests.backends.shards import make_job, part
+from tests.backends.watching import watch
+
+LIMIT_S = 1200.0
+"""Of a machine that does much else at the time."""
+CLOSE = 1e-5
+"""‖g − g′‖ / ‖g‖ of each parameter's gradient."""
+SAME = ("loss", "grad_norm", "entropy", "kl_divergence_inference", "trained_tokens", "packed_tokens", "learning_rate")
+"""Metrics that do not depend on rows and ranks."""
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What FSDP finds on one rank."""
+
+    logprobs: np.ndarray
+    metrics: dict[str, float]
+    gradients: Tensors
+    weights: Tensors
+    packed: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Filled by four ranks, once for all tests."""
+    found: Path = tmp_path_factory.mktemp("megatron")
+    models(found)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.backends.megatron_ranks", str(found)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, said[-6000:]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[tuple[Any, ...], Plain]:
+    """By what of a case changes what FSDP computes."""
+    return {key(case): by_fsdp(case, folder) for case in (*CASES.values(), *PLANTED.values())}
+
+
+def key(case: Case) -> tuple[Any, ...]:
+    return case.model, case.support, case.temperature, repr(case.algorithm), case.minibatches
+
+
+def by_fsdp(case: Case, folder: Path) -> Plain:
+    backend = watch(make(case, str(folder / case.model.replace(" ", "-")), World(0, 1, "cpu")))
+    logprobs = backend.logprobs(whole_shard())
+    metrics = backend.train_step(whole_shard(1, case.minibatches)).metrics
+    weights = dict(backend.weights())
+    found = Plain(logprobs, metrics, backend.gradients, weights, pack_all(backend, 0))
+    backend.close()
+    return found
+
+
+def worst(expected: Tensors, found: Tensors) -> tuple[float, str]:
+    """The largest relative distance, and whose it is."""
+    names = {name.removeprefix("lm."): tensor for name, tensor in expected.items()}
+    assert names.keys() == found.keys()
+    return max((float((found[name] - tensor).norm() / tensor.norm()), name) for name, tensor in names.items())
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_what_fsdp_computes(folder: Path, plain: dict[tuple[Any, ...], Plain], name: str):
+    """Log-probs, loss, every parameter's gradient, the weights after a step of AdamW, and what servers are sent. Of two
+    minibatches the second's gradient, where what AdamW made of rounding counts."""
+    case, expected = CASES[name], plain[key(CASES[name])]
+    found = torch.load(folder / f"{name}.pt")
+    distance, whose = worst(expected.gradients, found["gradients"])
+    assert distance <= CLOSE * (1 if len(case.minibatches) == 1 else 10), f"the gradient of {whose} is {distance:.1e} apart"
+    for rank in range(case.ranks):
+        own = SHARES[case.models][rank // case.tensor_size]
+        mine = np.load(folder / f"{name}-{rank}.npy")
+        ends = np.cumsum([item.length for item in whole_shard().items])
+        wanted = np.concatenate([expected.logprobs[ends[i] - whole_shard().items[i].length : ends[i]] for i in own])
+        np.testing.assert_allclose(mine, wanted, rtol=0, atol=1e-5)
+        metrics = msgspec.json.decode((folder / f"{name}-{rank}.json").read_bytes())
+        assert {each: metrics[each] for each in SAME} == pytest.approx(
+            {each: expected.metrics[each] for each in SAME}, rel=1e-5
+        )
+        assert metrics.keys() == expected.metrics.keys()
+    assert list(found["weights"]) == list(expected.weights), "names, and their order"
+    apart = max(float((found["weights"][each] - tensor).abs().max()) for each, tensor in expected.weights.items())
+    assert apart <= 2e-5, "AdamW's first step is the rate, 1e-3, whatever the gradient's size"
+    ours, theirs = found["packed"].view(torch.bfloat16).float(), expected.packed.view(torch.bfloat16).float()
+    assert ours.shape == theirs.shape
+    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+def test_before_a_step_servers_are_sent_the_same_bytes_as_by_fsdp(folder: Path):
+    """Version 0 of a checkpoint that both read."""
+    saved = torch.load(folder / "saved TP 2, DP 2.pt")["weights"]
+    backend = watch(make_job(model=str(folder / "qwen3"), seq_len=64))
+    begun = dict(backend.weights())
+    backend.close()
+    assert list(saved) == list(begun)
+    exported = read(folder, "saved TP 2, DP 2")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items()), "of a step that was trained"
+
+
+def read(folder: Path, name: str) -> Tensors:
+    """A checkpoint, exported by the command that users have."""
+    from safetensors.torch import load_file
+
+    target = folder / f"exported {name}"
+    export(folder / name, ModelSettings(name=str(folder / "qwen3")), target, Wanted())
+    return load_file(target / "model.safetensors")
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_sum_over_the_ranks_of_a_model_that_is_left_out_is_found_and_the_worst_tensor_named(
+    folder: Path, plain: dict[tuple[Any, ...], Plain], name: str
+):
+    distance, whose = worst(plain[key(PLANTED[name])].gradients, torch.load(folder / f"planted {name}.pt")["gradients"])
+    assert distance > 0.1
+    assert whose.endswith("norm.weight")
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_goes_on_to_the_bit(folder: Path, name: str):
+    went_on, resumed = (torch.load(folder / f"{how} {name}.pt") for how in ("went on", "resumed"))
+    for one, other in zip(went_on["metrics"], resumed["metrics"], strict=True):
+        assert {each: one[each] for each in ("loss", "grad_norm")} == {each: other[each] for each in ("loss", "grad_norm")}
+    assert all(torch.equal(tensor, resumed["weights"][each]) for each, tensor in went_on["weights"].items())
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+def test_a_checkpoint_of_four_ranks_is_gone_on_with_by_one_and_by_fsdp(folder: Path):
+    """Its files have the names, shapes and moments of Hugging Face's tensors, whoever wrote them."""
+    went_on = torch.load(folder / "went on TP 2, DP 2.pt")
+    found = [torch.load(folder / "resumed 1 of four.pt"), by_fsdp_from(folder / "saved TP 2, DP 2", folder)]
+    for each in found:
+        for one, other in zip(went_on["metrics"], each["metrics"], strict=True):
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
+            assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+        apart = max(float((each["weights"][name] - tensor).abs().max()) for name, tensor in went_on["weights"].items())
+        assert apart < 2e-4
+
+
+def by_fsdp_from(checkpoint: Path, folder: Path) -> dict[str, Any]:
+    job = make_job(model=str(folder / "qwen3"), seq_len=64, pad_to_multiple_of=1)
+    backend = watch(replace(job, resume=checkpoint))
+    metrics = [backend.train_step(whole_shard(step)).metrics for step in (2, 3)]
+    found = {"metrics": metrics, "weights": dict(backend.weights())}
+    backend.close()
+    return found
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+def test_moments_on_all_ranks_or_spread_over_them_are_the_same_update_of_weights_that_compute_in_half(folder: Path):
+    """The float32 weights are finer than bfloat16, and are what is published in float32 and saved."""
+    spread, whole = (torch.load(folder / f"went on DP 2, half, {how}.pt") for how in ("again", "whole moments"))
+    for name, tensor in whole["weights"].items():
+        torch.testing.assert_close(spread["weights"][name], tensor, rtol=0, atol=1e-6)
+        assert not torch.equal(tensor, tensor.bfloat16().float()), name
+
+
+def test_part_of_a_shard_is_what_the_ranks_take():
+    assert [item.rollout_id for item in part(whole_shard(), SHARES[2][1]).items] == [106, 107, 105, 104]

@@ -1,0 +1,107 @@
+"""What backend=megatron refuses, each in a sentence with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed here: the extra `megatron` brings it")
+
+from telescope.backends import megatron
+from telescope.backends.common.models import UnfitModel
+from telescope.backends.megatron import Megatron, architecture
+from tests.backends.models import random_model, random_other
+from tests.backends.shards import make_job
+
+
+def obstacles(settings: Megatron, **changes: Any) -> list[str]:
+    given = {"on_gpu": True, "capability": lambda: 9, "model_dtype": "float32", "elsewhere": False}
+    return list(settings.find_obstacles(**{**given, **changes}))
+
+
+def errors(settings: Megatron, ranks: int) -> list[str]:
+    return [sentence for _, sentence in settings.run_errors(ranks=ranks, adapters=False, on_cpu=False)]
+
+
+def test_a_machine_without_a_gpu_is_told_of_fsdp():
+    assert obstacles(Megatron(), on_gpu=False) == [
+        "backend=megatron trains on GPUs alone, and there is none for the trainer's ranks: set backend=fsdp"
+    ]
+    with pytest.raises(ValueError, match=r"set backend=fsdp$"):
+        Megatron().build(make_job())
+
+
+def test_where_megatron_core_is_missing_the_line_that_installs_it_is_named(monkeypatch):
+    monkeypatch.setattr(megatron, "is_installed", lambda: False)
+    (sentence,) = obstacles(Megatron())
+    assert "pip install 'megatron-core>=0.16,<0.17'" in sentence
+    assert obstacles(Megatron(), elsewhere=True) == [], "what another host has is not known here"
+
+
+def test_attention_that_cannot_work_is_refused_as_with_fsdp():
+    (sentence,) = obstacles(Megatron(attention="flash3"), capability=lambda: 8)
+    assert sentence.startswith("backend.attention=flash3 needs a GPU of compute capability exactly 9")
+    assert obstacles(Megatron()) == []
+
+
+def test_ranks_that_do_not_go_with_the_settings_are_named():
+    assert errors(Megatron(), 1) == errors(Megatron(), 8) == errors(Megatron(tensor_parallel_size=2), 2) == []
+    (sentence,) = errors(Megatron(tensor_parallel_size=4), 6)
+    assert "backend.tensor_parallel_size=4 must divide cluster.trainer_num_workers=6" in sentence
+    assert "cluster.trainer_num_workers=8" in sentence
+    (sentence,) = errors(Megatron(sequence_parallel=True), 2)
+    assert "set sequence_parallel=auto" in sentence
+    (sentence,) = errors(Megatron(tensor_parallel_size=2, sequence_parallel=False, gradient_checkpointing="selective"), 2)
+    assert "set sequence_parallel=auto, or gradient_checkpointing=full" in sentence
+    (sentence,) = errors(Megatron(use_distributed_optimizer=True, tensor_parallel_size=2), 2)
+    assert "set use_distributed_optimizer=auto" in sentence
+
+
+def test_auto_is_decided_by_the_ranks():
+    two = Megatron(tensor_parallel_size=2)
+    assert (Megatron().spreads_sequence(), two.spreads_sequence()) == (False, True)
+    assert (Megatron().spreads_optimizer(1), Megatron().spreads_optimizer(2), two.spreads_optimizer(2)) == (False, True, False)
+    assert two.alone().tensor_parallel_size == 1
+    assert not two.cuts_rows
+    assert two.ranks_a_shard == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "sentence"),
+    [
+        ("phi3", {"pad_token_id": 0}, r"trains Llama, Mistral, .* this is a model of type phi3: set backend=fsdp"),
+        ("llama", {"attention_bias": True}, "attention_bias=true, which backend=megatron does not compute: set backend=fsdp"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
+    ],
+)
+def test_models_that_are_not_computed_here_are_refused(tmp_path, kind: str, changes: dict[str, Any], sentence: str):
+    model = random_other(tmp_path / "model", kind, **changes)
+    with pytest.raises(UnfitModel, match=sentence):
+        architecture.read(Megatron(), make_job(model=model))
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "sentence"),
+    [
+        (4, {}, r"must divide its 2 key-value heads, so that each rank has whole ones: set it to one of 1, 2$"),
+        (2, {"intermediate_size": 63}, "must divide the width of its MLP, intermediate_size=63"),
+        (2, {"num_key_value_heads": 4, "vocab_size": 1}, "too many for its vocabulary of 1 tokens"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(tmp_path, size: int, changes: dict[str, Any], sentence: str):
+    model = random_model(tmp_path / "model", **changes)
+    with pytest.raises(UnfitModel, match=sentence):
+        architecture.read(Megatron(tensor_parallel_size=size), make_job(model=model))
+
+
+def test_a_model_whose_rotations_follow_lengths_is_refused_as_with_fsdp(tmp_path):
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    model = random_model(tmp_path / "model", rope_parameters=dynamic, max_position_embeddings=64)
+    with pytest.raises(UnfitModel, match=r"rotates positions by other angles \(dynamic\)"):
+        architecture.read(Megatron(), make_job(model=model, seq_len=256))
+
+
+def test_a_missing_folder_is_named():
+    with pytest.raises(UnfitModel, match=r"model\.name='/nowhere/model'"):
+        architecture.read(Megatron(), make_job(model="/nowhere/model"))

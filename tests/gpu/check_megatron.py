@@ -1,0 +1,291 @@
+"""backend=megatron on one or two GPUs against backend=fsdp: `python -m tests.gpu.check_megatron [--gpus 2] [--speed]`.
+
+The same batch and weights by both: log-probs, loss, every parameter's gradient, the weights after one step of AdamW. In
+float32 (TF32 off) a gradient is within 1e-5 of FSDP's, by ‖g - g′‖ / ‖g‖ of each tensor; in bfloat16 within 2e-2 of FSDP's in
+float32, or within twice FSDP's own distance in bfloat16. The worst tensor is named. Then two checks of itself: a checkpoint is
+gone on with, in float32 to the bit, and a sum over ranks that is left out is found. `--speed` times a model of Qwen3-0.6B's
+shape beside FSDP. Exits 0 only if all hold. `--device cpu` runs the same on a CPU. No pytest module: it needs GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import queue
+import sys
+import tempfile
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.shapes import SHAPES, make_model
+from telescope.backends.base import Job, World
+from tests.backends.megatron_watching import on_cpu
+from tests.backends.megatron_watching import watch as watch_megatron
+from tests.backends.models import random_model, random_other
+from tests.backends.shards import make_job, make_shard, part
+from tests.backends.watching import watch
+from tests.gpu.needed import need_gpus
+from tests.ports import free_ports
+
+LENGTHS = (50, 230, 110, 300, 70, 180, 400, 90, 33, 129)
+SHARES = {1: [list(range(10))], 2: [[0, 2, 4, 6, 8], [9, 7, 5, 3, 1]]}
+FLOAT32, HALF, TWICE, RESUMED = 1e-5, 2e-2, 2.0, 0.1
+RATE = 1e-3
+"""That of `make_job`."""
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": False},
+}
+SIZES = {
+    "hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "vocab_size": 1003, "initializer_range": 0.05, "max_position_embeddings": 1024,
+}  # fmt: skip
+TP2 = {"tensor_parallel_size": 2}
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "1, selective": (1, {"gradient_checkpointing": "selective"}),
+    "TP 2": (2, TP2),
+    "TP 2, whole rows": (2, TP2 | {"sequence_parallel": False}),
+    "TP 2, selective": (2, TP2 | {"gradient_checkpointing": "selective"}),
+    "DP 2": (2, {}),
+    "DP 2, overlapped": (2, {"overlap_grad_reduce": True}),
+    "DP 2, whole moments": (2, {"use_distributed_optimizer": False}),
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"mixed_precision_dtype": None, "attention": "sdpa"},
+    "bfloat16": {"mixed_precision_dtype": "bfloat16"},
+}
+MISSING = "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads"
+
+
+@dataclass(frozen=True)
+class Order:
+    """One run of one backend, told to each of its ranks."""
+
+    backend: str
+    model: str
+    size: int
+    settings: dict[str, Any]
+    out: Path
+    planted: bool = False
+    resumed: bool = False
+    shape: str = ""
+    """Of a model to be timed."""
+    device: str = "cuda"
+
+    @property
+    def tensor_size(self) -> int:
+        return int(self.settings.get("tensor_parallel_size", 1))
+
+
+def rank_of(rank: int, orders: list[Order], ports: list[int]) -> None:
+    """One order after another: imports are paid once. Each has two ports, the second one to meet at again."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    for number, order in enumerate(orders):
+        size = str(order.size)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[2 * number])}
+        world = World(rank, order.size, "cpu" if order.device == "cpu" else f"cuda:{rank}")
+        if order.shape:
+            time_of(rank, order, world)
+        else:
+            compute(rank, order, world, ports[2 * number + 1])
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def compute(rank: int, order: Order, world: World, again: int) -> None:
+    planted: Any = mock.patch(MISSING, return_value=None) if order.planted else nullcontext()
+    with planted, on_cpu() if order.device == "cpu" else nullcontext():
+        backend = build(order, make_job(model=order.model, seq_len=1024, world=world))
+        shard = make_shard(lengths=LENGTHS)
+        own = part(shard, SHARES[order.size // order.tensor_size][rank // order.tensor_size])
+        logprobs = backend.logprobs(own)
+        found: dict[str, Any] = {"metrics": backend.train_step(own).metrics, "gradients": backend.updates[-1]}
+        found["weights"] = dict(backend.weights())
+        if order.resumed:
+            found["resumed"] = gone_on(backend, order, own, world, again)
+        else:
+            backend.close()
+    np.save(f"{order.out}-{rank}.npy", logprobs)
+    if rank == 0:
+        torch.save(found | {"gradients": {name: tensor.cpu() for name, tensor in found["gradients"].items()}}, order.out)
+
+
+def build(order: Order, job: Job) -> Any:
+    settings = {"gradient_checkpointing": True, **order.settings}
+    if order.backend == "fsdp":
+        return watch(job, **settings)
+    return watch_megatron(job, **settings)
+
+
+def gone_on(backend: Any, order: Order, own: Any, world: World, port: int) -> float:
+    """How far two steps after a save are from those after its checkpoint: weights in steps of AdamW, as in `otherwise`, and
+    losses. 0: to the bit. Kernels of attention in half precision add up in no fixed order, so there a little is left."""
+    outcomes: queue.Queue[Any] = queue.Queue()
+    backend.save(1, order.out.with_suffix(".saved"), outcomes.put)
+    outcomes.get(timeout=60)
+    torch.distributed.barrier()
+    first = [backend.train_step(replace(own, step=step)).metrics["loss"] for step in (2, 3)]
+    weights = dict(backend.weights())
+    backend.close()
+    os.environ["MASTER_PORT"] = str(port)
+    job = make_job(model=order.model, seq_len=1024, world=world)
+    again = build(order, replace(job, resume=order.out.with_suffix(".saved")))
+    second = [again.train_step(replace(own, step=step)).metrics["loss"] for step in (2, 3)]
+    apart = otherwise(weights, dict(again.weights())) + max(abs(one - other) for one, other in zip(first, second, strict=True))
+    again.close()
+    return apart
+
+
+def run(orders: list[Order]) -> None:
+    """Orders of one size."""
+    ports = free_ports(2 * len(orders))
+    spawn(rank_of, args=(orders, ports), nprocs=orders[0].size)  # type: ignore[no-untyped-call]
+
+
+def read(order: Order) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(order.out)
+    found["logprobs"] = [np.load(f"{order.out}-{rank}.npy") for rank in range(order.size)]
+    return found
+
+
+def worst(expected: dict[str, Any], found: dict[str, Any]) -> tuple[float, str]:
+    named = {name.removeprefix("lm."): tensor.cpu() for name, tensor in expected.items()}
+    assert named.keys() == found.keys()
+    return max((float((found[name].cpu() - tensor).norm() / tensor.norm()), name) for name, tensor in named.items())
+
+
+def otherwise(expected: dict[str, Any], found: dict[str, Any]) -> float:
+    """Of the tensor where it is the most: how far weights are apart after a step of AdamW, in steps, on average. (A number
+    whose gradient is rounding alone may go either way.)"""
+    assert expected.keys() == found.keys()
+    return max(float((found[name] - tensor).abs().mean()) for name, tensor in expected.items()) / RATE
+
+
+def allowed(exact: dict[str, Any], half: dict[str, Any]) -> dict[str, float]:
+    """Of each tensor in bfloat16."""
+    own = {name: float((half[name].cpu() - tensor.cpu()).norm() / tensor.norm()) for name, tensor in exact.items()}
+    return {name.removeprefix("lm."): max(HALF, TWICE * far) for name, far in own.items()}
+
+
+def logprob_gap(expected: np.ndarray, found: list[np.ndarray], order: Order) -> float:
+    ends = np.cumsum(LENGTHS)
+    most = 0.0
+    for rank, mine in enumerate(found):
+        own = SHARES[order.size // order.tensor_size][rank // order.tensor_size]
+        wanted = np.concatenate([expected[ends[i] - LENGTHS[i] : ends[i]] for i in own])
+        most = max(most, float(np.nanmax(np.abs(mine - wanted))))
+    return most
+
+
+def agreement(folder: Path, gpus: int, device: str) -> bool:
+    plain, ours = dict[tuple[str, str], Order](), dict[str, tuple[str, str, Order]]()
+    for name, changes in MODELS.items():
+        given, place = {**SIZES, **changes}, folder / name
+        model = random_model(place, **given) if name == "qwen3" else random_other(place, name, **given)
+        for precision, how in PRECISIONS.items():
+            out = folder / f"fsdp-{name}-{precision}"
+            plain[name, precision] = Order("fsdp", model, 1, how, out, device=device)
+            for world, (size, settings) in WORLDS.items():
+                resumed, out = world in ("1", "TP 2", "DP 2"), folder / f"{name}-{world}-{precision}"
+                order = Order("megatron", model, size, settings | how, out, resumed=resumed, device=device)
+                ours[f"{name}, {world}, {precision}"] = name, precision, order
+        order = Order(
+            "megatron", model, 2, TP2 | PRECISIONS["float32"], folder / f"planted-{name}", planted=True, device=device
+        )  # fmt: skip
+        ours[f"{name}, a sum that is left out"] = name, "float32", order
+    asked = {each: found for each, found in ours.items() if found[2].size <= gpus}
+    for size in range(1, gpus + 1):
+        run([order for order in (*plain.values(), *(found[2] for found in asked.values())) if order.size == size])
+    exact = {name: read(plain[name, "float32"]) for name in MODELS}
+    limits = {
+        name: allowed(exact[name]["gradients"], read(plain[name, "bfloat16"])["gradients"]) for name in MODELS
+    }  # fmt: skip
+    found = [tell(each, order, exact[name], limits[name], how) for each, (name, how, order) in asked.items()]
+    return all(found)
+
+
+def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float], precision: str) -> bool:
+    """Print one line; `exact` is what FSDP found in float32."""
+    found = read(order)
+    far, whose = worst(exact["gradients"], found["gradients"])
+    if order.planted:
+        print(f"{name}: {whose} is {far:.1e} apart {'ok' if far > FLOAT32 else 'BAD'}", flush=True)
+        return far > FLOAT32
+    gap = logprob_gap(exact["logprobs"][0], found["logprobs"], order)
+    moved = otherwise(exact["weights"], found["weights"])
+    if precision == "float32":
+        fine = far <= FLOAT32 and gap <= 1e-4 and moved <= 1e-2
+    else:
+        apart = {each.removeprefix("lm."): tensor for each, tensor in exact["gradients"].items()}
+        fine = all(worst({each: t}, {each: found["gradients"][each]})[0] <= limits[each] for each, t in apart.items())
+        fine &= gap <= 0.2
+    behind = found.get("resumed", 0.0)
+    fine &= behind <= (0.0 if precision == "float32" else RESUMED)
+    loss = abs(found["metrics"]["loss"] - exact["metrics"]["loss"])
+    print(
+        f"{name}: gradient {far:.1e} ({whose}), log-probs {gap:.1e}, loss {loss:.1e}, weights {moved:.1e}"
+        f"{f', went on {behind:.1e} apart' if order.resumed else ''} {'ok' if fine else 'BAD'}",
+        flush=True,
+    )
+    return fine
+
+
+def time_of(rank: int, order: Order, world: World) -> None:
+    """Tokens a second of the third step: rows of 16,384 tokens of samples of 2,048, two rows a rank."""
+    length, count = 2048, 16 * order.size
+    job = make_job(model=order.model, world=world, seq_len=16_384, entropy_chunk_size=2048)
+    backend = build(order, job)
+    shard = make_shard(lengths=[length] * count, logprob=-12.0)
+    models = order.size // order.tensor_size
+    own = part(shard, range(rank // order.tensor_size, count, models))
+    torch.cuda.reset_peak_memory_stats()
+    for step in (1, 2, 3):
+        metrics = backend.train_step(replace(own, step=step)).metrics
+    backend.close()
+    if rank == 0:
+        memory = torch.cuda.max_memory_allocated() / 2**30
+        print(f"{order.backend} {order.settings}: {metrics['trainer_tokens_per_s']:.0f} tokens/s, {memory:.1f} GiB", flush=True)
+
+
+def speed(folder: Path, gpus: int, shape: str) -> None:
+    model = make_model(SHAPES[shape], folder / shape)
+    torch.cuda.empty_cache()
+    for size in range(1, gpus + 1):
+        kinds: list[tuple[str, dict[str, Any]]] = [("fsdp", {}), ("megatron", {}), *([("megatron", TP2)] if size == 2 else [])]
+        orders = []
+        for backend, settings in kinds:
+            for again in (True, False):
+                chosen = {**settings, "mixed_precision_dtype": "bfloat16", "gradient_checkpointing": again}
+                orders.append(Order(backend, str(model), size, chosen, folder / "speed", shape=shape))
+        run(orders)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--shape", default="0.6B", choices=SHAPES)
+    given = parser.parse_args()
+    if given.device == "cuda":
+        need_gpus(given.gpus, instead="try `--device cpu`")
+        print(torch.cuda.get_device_name())
+    print("torch", torch.__version__)
+    with tempfile.TemporaryDirectory() as name:
+        good = agreement(Path(name), given.gpus, given.device)
+        if given.speed:
+            speed(Path(name), given.gpus, given.shape)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
