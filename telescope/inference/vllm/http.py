@@ -61,14 +61,15 @@ def _listen(address: str, base_port: int, index: int) -> socket.socket:
             raise PortTaken(f"inference.base_port={base_port} leaves no port for server {index}: {port} is above 65535")
         listener.bind((address, port))
         listener.listen()  # only this takes the port from another socket that is bound and not yet listening
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         listener.close()
         if isinstance(error, PortTaken):
             raise
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
+            said = error if isinstance(error, UnicodeError) else error.strerror
             raise PortTaken(
-                f"inference.host={address} is not an address of this host ({error.strerror}): give one that is, or leave it "
-                "out for loopback"
+                f"inference.host={address} is not an address of this host ({said}): give one that is, or leave it out for "
+                "loopback"
             ) from error
         why = "is taken" if error.errno == errno.EADDRINUSE else f"can't be bound ({error.strerror})"
         raise PortTaken(
