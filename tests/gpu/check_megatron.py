@@ -140,7 +140,9 @@ def gone_on(backend: Any, order: Order, own: Any, world: World, port: int) -> fl
     job = make_job(model=order.model, seq_len=1024, world=world)
     again = build(order, replace(job, resume=order.out.with_suffix(".saved")))
     second = [again.train_step(replace(own, step=step)).metrics["loss"] for step in (2, 3)]
-    apart = otherwise(weights, dict(again.weights())) + max(abs(one - other) for one, other in zip(first, second, strict=True))
+    apart: float = otherwise(weights, dict(again.weights())) + max(
+        abs(one - other) for one, other in zip(first, second, strict=True)
+    )
     again.close()
     return apart
 
@@ -228,7 +230,7 @@ def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float
         apart = {each.removeprefix("lm."): tensor for each, tensor in exact["gradients"].items()}
         fine = all(worst({each: t}, {each: found["gradients"][each]})[0] <= limits[each] for each, t in apart.items())
         fine &= gap <= 0.2
-    behind = found.get("resumed", 0.0)
+    behind = float(found.get("resumed", 0.0))
     fine &= behind <= (0.0 if precision == "float32" else RESUMED)
     loss = abs(found["metrics"]["loss"] - exact["metrics"]["loss"])
     print(

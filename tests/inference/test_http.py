@@ -251,7 +251,7 @@ def test_a_taken_port_and_one_beyond_the_last_are_told_in_words():
         bind(None, 65535, 1)
 
 
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.7", "a..b"])
+@pytest.mark.parametrize("host", ["no-such-host.invalid.", "203.0.113.7", "a..b"])
 def test_a_host_that_is_not_here_is_told_by_its_setting_and_not_by_the_port(host: str):
     with pytest.raises(PortTaken, match=rf"^inference.host={host} is not an address of this host \("):
         bind(host, DEFAULT_PORT, 0)
