@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here: the extra `megatron` brings it")
 
-from telescope.backends.megatron.rules import ARCHITECTURES, ModelFacts, TensorMap, named, rules
+from telescope.backends.megatron.rules import ARCHITECTURES, ModelDimensions, TensorMap, named, rules
 
 SIZES = {
     "vocab_size": 13, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -16,8 +16,8 @@ SIZES = {
 }  # fmt: skip
 
 
-def facts(kind: str, tied: bool) -> ModelFacts:
-    return ModelFacts(
+def facts(kind: str, tied: bool) -> ModelDimensions:
+    return ModelDimensions(
         layers=2, heads=8, groups=4, head_dim=4, vocabulary=13, tied=tied, qkv_bias=kind == "qwen2", head_norms=kind == "qwen3"
     )
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from telescope.backends.common.models import ModelCheckpoint, UnfitModel, model_files, parameters_on_meta
 from telescope.backends.common.rotations import check_rotations
-from telescope.backends.megatron.rules import ARCHITECTURES, ModelFacts, named
+from telescope.backends.megatron.rules import ARCHITECTURES, ModelDimensions, named
 from telescope.config.models import ModelBroken, ModelNotFound, check_weights, model_folder
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Architecture:
 
     config: Any
     """transformers' own."""
-    facts: ModelFacts
+    facts: ModelDimensions
     shapes: dict[str, tuple[int, ...]]
     """Of its tensors by name, in the order of Hugging Face's model; tied ones once."""
     windows: tuple[int | None, ...]
@@ -85,8 +85,8 @@ def read(settings: Megatron, job: Job) -> Architecture:
     )
 
 
-def _facts(config: Any) -> ModelFacts:
-    return ModelFacts(
+def _facts(config: Any) -> ModelDimensions:
+    return ModelDimensions(
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
         groups=config.num_key_value_heads,

@@ -22,7 +22,7 @@ Kind = Literal["whole", "heads", "gated", "vocabulary"]
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelDimensions:
     """What of a configuration decides where its tensors go."""
 
     layers: int
@@ -59,7 +59,7 @@ class Rule:
         return all(part.dim is None for part in self.parts)
 
 
-def rules(facts: ModelFacts) -> Iterator[Rule]:
+def rules(facts: ModelDimensions) -> Iterator[Rule]:
     """Of all parameters."""
     yield Rule("embedding.word_embeddings.weight", "vocabulary", (Part("model.embed_tokens.weight", 0),))
     for number in range(facts.layers):
@@ -69,7 +69,7 @@ def rules(facts: ModelFacts) -> Iterator[Rule]:
         yield Rule("output_layer.weight", "vocabulary", (Part("lm_head.weight", 0),))
 
 
-def _of_layer(number: int, facts: ModelFacts) -> Iterator[Rule]:
+def _of_layer(number: int, facts: ModelDimensions) -> Iterator[Rule]:
     ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
     attention, mlp = f"{theirs}self_attn.", f"{theirs}mlp."
 
@@ -98,7 +98,7 @@ class TensorMap:
     Raises ValueError where the table and the model do not have the same tensors.
     """
 
-    def __init__(self, facts: ModelFacts, shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> None:
+    def __init__(self, facts: ModelDimensions, shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> None:
         self.facts, self.shapes = facts, dict(shapes)
         self._rank, self._size = rank, size
         self.rules = {rule.parameter: rule for rule in rules(facts)}
