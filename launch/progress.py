@@ -203,7 +203,7 @@ def read_last_line(log: Path) -> str:
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
-    """The summary, a line a fact; a nested object is written as `a 1, b 2`."""
+    """The summary, a line a fact; a nested object is written as `a 1, b (c 2)`."""
     rows = [
         (str(name).replace("_", " "), _format_value(value)) for name, value in summary.items() if value not in (None, {}, [])
     ]
@@ -251,7 +251,11 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 def _format_value(value: object) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_format_value(part)}" for name, part in value.items())
+        parts = ((name, part) for name, part in value.items() if part not in (None, {}, []))
+        return ", ".join(
+            f"{name} ({_format_value(part)})" if isinstance(part, Mapping) else f"{name} {_format_value(part)}"
+            for name, part in parts
+        )
     if isinstance(value, list | tuple):
         return ", ".join(_format_value(part) for part in value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -62,6 +62,8 @@ class SweepResult:
     job: str = ""
     swept: tuple[str, ...] = ()
     """Of the overrides those in which it differs from the other points."""
+    version: int | None = None
+    """The newest version of the weights that the default objective covers; 0: before any update."""
 
     @property
     def failed(self) -> bool:
@@ -121,7 +123,10 @@ class Sweep:
         if exit_code == 0 and value is None:
             why = "no group was scored" if self.objective == OBJECTIVE else "--objective names a number of summary.json"
             reason = f"it has no {self.objective}: {why}"
-        return replace(result, exit_code=exit_code, reason=reason, value=value, first=first)
+        last = found.summary.get("policy_last") if self.objective == OBJECTIVE else None
+        versions = last.get("versions") if isinstance(last, Mapping) else None
+        version = int(versions[-1]) if isinstance(versions, list) and versions else None
+        return replace(result, exit_code=exit_code, reason=reason, value=value, first=first, version=version)
 
     def submitted(self, overrides: Sequence[str], run_dir: Path, job: str, swept: Sequence[str] = ()) -> None:
         """Take down a point that a batch system has got (`job`; empty where its batch file was written alone); how it ends
@@ -143,6 +148,12 @@ class Sweep:
             f"{' '.join(result.swept or result.overrides)}"
             for result in self.results
         ]
+        untrained = sum(result.version == 0 for result in self.results)
+        if untrained:
+            lines.append(
+                f"The reward of {untrained} of {len(self.results)} points is that of version 0, before any update: they have "
+                "too few steps to be compared"
+            )
         failures = [result for result in self.results if result.failed]
         if failures:
             lines.append(f"{len(failures)} of {len(self.results)} points failed:")

@@ -88,9 +88,10 @@ class Dialogue(Protocol):
     async def say(self, *turns: Turn, tools: Sequence[ToolSchema] = (), max_tokens: int | None = None) -> str:
         """Append turns, let the policy answer, and return its text (the end-of-sequence token not included).
 
-        `tools` are put to the chat template, now and for the rest of the dialogue. `max_tokens` lowers `rollout.max_tokens` for
-        this answer. A first turn of the role "assistant" directly after an answer adds no message: it says how that answer
-        reads as one (with `tool_calls`), for templates that refuse a tool's result behind anything else.
+        `tools` are put to the chat template, now and for the rest of the dialogue. `max_tokens` lowers the limit of this
+        answer, which is `rollout.max_tokens` or the environment's own. A first turn of the role "assistant" directly after an
+        answer adds no message: it says how that answer reads as one (with `tool_calls`), for templates that refuse a tool's
+        result behind anything else.
         Raises `ContextFull` where a later prompt leaves no room for an answer; the dialogue is then as it was.
         """
         ...
@@ -177,7 +178,8 @@ class Environment(Settings):
         """Raise what `prompts` would raise for want of a file, a package or a setting: asked before a run starts anything, so
         quickly, and without a network. Override it where `prompts` takes long or downloads."""
         for split in self.splits:
-            self.prompts(split)
+            if not self.prompts(split) and split == "train":
+                raise ValueError("it has no prompts in its train split")
 
     @must_override
     def prompts(self, split: str) -> Sequence[Prompt]:

@@ -132,8 +132,11 @@ class Recorder:
         self._ends = CohortEnds(list(counters.first_cohorts), list(counters.last_cohorts), counters.cohorts_ended)
         self._sampled_before = self.tokens["completion"]
 
-    def add_to_next_step(self, metrics: Mapping[str, float]) -> None:
-        """To be reported with the step that is done next."""
+    def add_to_next_step(self, metrics: Mapping[str, float], *, instead_of: str = "") -> None:
+        """To be reported with the step that is done next. `instead_of`: what was to be told of names that begin so is not, so
+        that the parts of two weight updates are not mixed."""
+        if instead_of:
+            self._next_step = {name: value for name, value in self._next_step.items() if not name.startswith(instead_of)}
         self._next_step |= metrics
 
     def record_checkpoint(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from telescope.flow import events
 from telescope.orchestrator.peers import ProtocolViolations
 from telescope.orchestrator.recorder import Recorder
+from telescope.orchestrator.update_times import SECTION as UPDATE_TIMES
 from telescope.orchestrator.update_times import UpdateTimes
 from telescope.orchestrator.weight_update import GroupEpochs, UpdatePhase, WeightAnswer, WeightOrder, WeightUpdate
 from telescope.records import WeightGroup, WeightManifest
@@ -176,7 +177,7 @@ class WeightCoordinator:
         self._manifest = update.manifest
         if update.phase is UpdatePhase.DONE:
             if self._times is not None:
-                self._recorder.add_to_next_step(self._times.metrics(now))
+                self._recorder.add_to_next_step(self._times.metrics(now), instead_of=UPDATE_TIMES)
             self._events.append(events.UpdateDone(version=update.version))
             return
         self._recorder.record_weights(update, "failed")

@@ -69,8 +69,8 @@ def leave_out_too_long(loaded: LoadedEnvironment, template: ChatTemplate, longes
     if longest <= 0:
         raise EnvironmentBroken(
             f"environments.{loaded.label}: the schemas of its tools alone have {told} tokens, and inference.max_model_len - "
-            f"rollout.max_tokens leaves a prompt {longest + told}: raise inference.max_model_len, lower rollout.max_tokens or "
-            "offer fewer tools"
+            f"{loaded.max_tokens_setting} leaves a prompt {longest + told}: raise inference.max_model_len, lower "
+            f"{loaded.max_tokens_setting} or offer fewer tools"
         )
     measure = _Measure(loaded.label, template, longest, deadline_s, time.monotonic() + deadline_s)
     lengths = _measure_sample(measure, sample)

@@ -163,6 +163,17 @@ def test_a_searched_sweep_finds_the_presets_and_plug_ins_of_a_users_folder(user:
     assert slopes == [0.9, 0.9]
 
 
+def test_points_that_were_not_trained_long_enough_to_be_compared_are_told(tmp_path):
+    sweep = Sweep(tmp_path)
+    for number, versions in enumerate(([0, 0], [1, 5])):
+        run = RunDirectory(tmp_path / str(number))
+        run.path.mkdir()
+        run.summary_json.write_text(json.dumps({"reward_policy_last": 0.5, "policy_last": {"versions": versions}}))
+        sweep.ended((f"seed={number}",), run.path, 0)
+    assert "The reward of 1 of 2 points is that of version 0, before any update" in sweep.table()
+    assert [point.version for point in Sweep.load(tmp_path).results] == [0, 5]
+
+
 def test_truth_values_of_a_sweep_stay_as_they_were_typed():
     given = ("experiment=fake", "debug=true,false", "environments.countdown.kwargs.word='True','a b'")
     points = load_points(given, places_for(None), os.environ, sweep=True)

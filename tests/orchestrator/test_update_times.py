@@ -39,7 +39,7 @@ class Desk:
         self.orders.append((peer, body))
         return len(self.orders)
 
-    def add_to_next_step(self, metrics: dict[str, float]) -> None:
+    def add_to_next_step(self, metrics: dict[str, float], instead_of: str) -> None:
         assert not self.found
         self.found = metrics
 

@@ -34,9 +34,10 @@ class RolloutRules(Settings):
     overlong_filter: bool = False
     """Leave rollouts that were cut off by the limit on tokens out of the loss."""
     overlong_buffer_tokens: int | None = Field(default=None, ge=1)
-    """DAPO's soft punishment: the last so many tokens before rollout.max_tokens cost reward; null: none do."""
+    """DAPO's soft punishment: the last so many tokens before rollout.max_tokens, or before the
+    environment's own max_tokens, cost reward; null: none do."""
     overlong_penalty: float = Field(default=1.0, gt=0)
-    """What a rollout of rollout.max_tokens tokens or more loses of its reward, with overlong_buffer_tokens."""
+    """What a rollout of so many tokens or more loses of its reward, with overlong_buffer_tokens."""
     repetition_filter_tokens: int | None = Field(default=None, ge=2)
     """Leave rollouts with so many near-certain sampled tokens in a row out of the loss; null: none. 3000 is usual."""
     repetition_filter_probability: float = Field(default=0.99, gt=0, lt=1)
