@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from telescope.environments.answer_parsers import Answer, find_opening
 from telescope.environments.base import Turn
-from telescope.environments.parsers import Answer, find_opening
 
 FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Where templates look for a thought, in the order in which they are tried."""

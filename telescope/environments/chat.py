@@ -22,9 +22,9 @@ from typing import Protocol
 
 import numpy as np
 
+from telescope.environments.answer_parsers import Answer, find_opened
 from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.failures import ContextFull, InfrastructureError
-from telescope.environments.parsers import Answer, find_opened
 from telescope.environments.template import ChatTemplate, TemplateError, Tokenizer
 from telescope.environments.validate import find_message_mistake
 from telescope.records import FinishReason, Trajectory
@@ -235,8 +235,8 @@ class TokenDialogue:
         return "".join(self._transcript)
 
     async def say(self, *turns: Turn, tools: Sequence[ToolSchema] = (), max_tokens: int | None = None) -> str:
-        """Append turns, let the policy answer, and return its text without the end-of-sequence token (a `parsers.Answer`, which
-        knows whether the prompt ended in an opened thought).
+        """Append turns, let the policy answer, and return its text without the end-of-sequence token: an `Answer` of
+        answer_parsers.py, which knows whether the prompt ended in an opened thought.
 
         See `Dialogue.say`. Raises `ContextFull` where the dialogue has grown too long, `ChatError` where the opening is too
         long or the completion is unusable, and whatever the sampler raises; the dialogue is then as it was.

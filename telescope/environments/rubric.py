@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from telescope.environments.answer_parsers import AnswerParser, Whole
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.failures import GraderError, InfrastructureError, PolicyError
-from telescope.environments.parsers import AnswerParser, Whole
 from telescope.environments.threads import run_function
 
 ARGUMENTS = ("prompt", "completion", "answer", "facts", "state", "parser", "parsed")

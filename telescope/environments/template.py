@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from telescope.environments.answer_form import AnswerForm, find_answer_form
+from telescope.environments.answer_parsers import find_opening
 from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.lru import LruCache
-from telescope.environments.parsers import find_opening
 
 Ids = np.ndarray  # [T] int32
 

@@ -142,6 +142,12 @@ def test_an_environment_of_the_users_own_is_asked_in_a_process_like_a_worker(own
     assert absent("env=[own]", f"cluster.env={{PUZZLES: {puzzles}}}", config_dir=own) == []  # a worker's variables
 
 
+def test_an_empty_data_file_is_told(own: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (found,) = absent("env=[own]", f"environments.own.kwargs.file={tmp_path}/empty.txt", config_dir=own)
+    assert "it has no prompts in its train split" in found
+
+
 def test_an_environment_that_takes_long_or_dies_is_left_to_its_worker(
     own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

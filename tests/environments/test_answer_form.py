@@ -9,9 +9,9 @@ import pytest
 
 from scripts.check_dialogues import ENDS, CharacterTokenizer, Verdict, check_template, fetch_templates
 from telescope.environments.answer_form import PARTS, AnswerForm
+from telescope.environments.answer_parsers import Answer
 from telescope.environments.base import Reward
 from telescope.environments.chat import TokenChat
-from telescope.environments.parsers import Answer
 from telescope.environments.template import ChatTemplate, TemplateError
 from telescope.environments.tools.call_parsers import CallFormat
 from tests.environments.conftest import Script

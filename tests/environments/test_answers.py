@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from telescope.environments.answer_parsers import Answer, Boxed, ThinkTags, find_opened
 from telescope.environments.base import Prompt
 from telescope.environments.chat import TokenChat
 from telescope.environments.graders.code import extract_code, read_tests
 from telescope.environments.graders.letters import find_letter
 from telescope.environments.graders.maths import Conventions, compare_exactly, compare_symbolically, extract_answer
-from telescope.environments.parsers import Answer, Boxed, ThinkTags, find_opened
 from telescope.environments.questions.rows import NoRows
 from telescope.environments.tasks.code_generation import CodeGeneration
 from telescope.environments.tasks.gsm8k import Gsm8k

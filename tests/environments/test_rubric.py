@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from telescope.environments.answer_parsers import AnswerTags
 from telescope.environments.base import Prompt
 from telescope.environments.failures import GraderError, InfrastructureError
-from telescope.environments.parsers import AnswerTags
 from telescope.environments.rubric import Rubric
 
 PROMPT = Prompt(({"role": "user", "content": "2+2?"},), answer="4", facts={"hard": 0.5})

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from telescope.environments.answer_parsers import find_opened
 from telescope.environments.base import Environment, Prompt
 from telescope.environments.chat import Sampled
-from telescope.environments.parsers import find_opened
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling
 

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator
 
 from telescope.config.words import did_you_mean
+from telescope.environments.answer_parsers import AnswerTags, ThinkTags, Whole
 from telescope.environments.base import LazyPrompts, Prompt, Reward, SingleTurn
 from telescope.environments.graders.pool import GraderOverrun, grade
-from telescope.environments.parsers import AnswerTags, ThinkTags, Whole
 from telescope.environments.questions.dataset import Instruction
 
 REFUSED = {

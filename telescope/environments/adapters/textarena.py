@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from telescope.config.words import did_you_mean
+from telescope.environments.answer_parsers import ThinkTags, Whole
 from telescope.environments.base import LazyPrompts, Prompt, Reward, Turn
 from telescope.environments.failures import GraderError
 from telescope.environments.graders.pool import grade
 from telescope.environments.multi_turn import MultiTurn
-from telescope.environments.parsers import ThinkTags, Whole
 
 PLAYER = 0
 

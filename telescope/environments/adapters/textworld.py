@@ -24,10 +24,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from telescope.environments.answer_parsers import AnswerTags, ThinkTags, Whole
 from telescope.environments.base import LazyPrompts, Prompt, Reward, Turn
 from telescope.environments.graders.pool import grade
 from telescope.environments.multi_turn import MultiTurn
-from telescope.environments.parsers import AnswerTags, ThinkTags, Whole
 
 REQUIREMENT = "textworld>=1.7,<1.8"
 MAX_COMMAND = 200

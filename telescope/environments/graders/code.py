@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from telescope.environments.parsers import CodeBlock, ThinkTags
+from telescope.environments.answer_parsers import CodeBlock, ThinkTags
 from telescope.environments.sandboxes.base import Ending, FileRefused, Outcome, Sandbox
 
 FLOAT_TOLERANCE = 1e-6

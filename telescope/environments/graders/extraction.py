@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from telescope.environments.answer_parsers import AnswerParser, AnswerTags, Boxed, ThinkTags
 from telescope.environments.graders.notation import tidy
 from telescope.environments.graders.quantities import parse_quantity
-from telescope.environments.parsers import AnswerParser, AnswerTags, Boxed, ThinkTags
 
 AnswerForm = Literal["boxed", "any"]
 MAX_ANSWER_CHARACTERS = 1000

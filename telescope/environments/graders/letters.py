@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from telescope.environments.parsers import AnswerTags, Boxed, ThinkTags
+from telescope.environments.answer_parsers import AnswerTags, Boxed, ThinkTags
 
 LETTERS = "ABCD"
 _TAIL = 2000  # characters at the end of an answer in which a letter is looked for

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from telescope.environments.answer_parsers import Boxed
 from telescope.environments.base import Chat, KnowsTemplate, Prompt, Reward, SingleTurn, ToolSchema, Turn
 from telescope.environments.graders.maths import (
     AnswerForm,
@@ -27,7 +28,6 @@ from telescope.environments.graders.maths import (
 from telescope.environments.graders.pool import GraderOverrun, grade
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.lru import LruCache
-from telescope.environments.parsers import Boxed
 from telescope.environments.questions.dataset import DatasetSource, Instruction, Row, get_text, hold_out
 from telescope.environments.questions.rows import find_place
 from telescope.environments.tools.python_tool import PythonTool

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
+from telescope.environments.answer_parsers import CodeBlock
 from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.graders.code import (
     AssertTest,
@@ -24,7 +25,6 @@ from telescope.environments.graders.code import (
     run_tests,
 )
 from telescope.environments.hashed_random import HashedRandom
-from telescope.environments.parsers import CodeBlock
 from telescope.environments.questions.dataset import DatasetSource, Instruction, NoRows, Row, hold_out
 from telescope.environments.questions.rows import find_place, write_text
 from telescope.environments.sandboxes.base import SandboxError

@@ -12,11 +12,11 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
+from telescope.environments.answer_parsers import Boxed
 from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.graders.letters import LETTERS as LETTERS
 from telescope.environments.graders.letters import find_letter as find_letter
 from telescope.environments.hashed_random import HashedRandom
-from telescope.environments.parsers import Boxed
 from telescope.environments.questions.dataset import DatasetSource, Row, get_text
 from telescope.environments.questions.rows import NoRows, find_place
 

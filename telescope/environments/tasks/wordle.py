@@ -17,10 +17,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from telescope.environments.answer_parsers import AnswerTags, ThinkTags, Whole
 from telescope.environments.base import LazyPrompts, Prompt, Reward, Turn
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.multi_turn import MultiTurn
-from telescope.environments.parsers import AnswerTags, ThinkTags, Whole
 
 Colour = Literal["green", "yellow", "grey"]
 LENGTH = 5

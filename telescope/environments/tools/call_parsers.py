@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import orjson
 
-from telescope.environments.parsers import HARMONY_TO, is_analysis, split_channels, strip_thought
+from telescope.environments.answer_parsers import HARMONY_TO, is_analysis, split_channels, strip_thought
 
 CallFormat = Literal["json", "function", "python", "bare", "harmony"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
+from telescope.environments.answer_parsers import strip_thought
 from telescope.environments.base import ToolSchema
-from telescope.environments.parsers import strip_thought
 from telescope.environments.tools.call_parsers import MAX_SHOWN, MalformedCall, ParsedAnswer, ParsedCall
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from telescope.environments.answer_parsers import Answer, ThinkTags
 from telescope.environments.graders.code import extract_code
 from telescope.environments.graders.letters import find_letter
 from telescope.environments.graders.maths import compare_exactly, compare_symbolically, extract_answer
-from telescope.environments.parsers import Answer, ThinkTags
 
 HERE = Path(__file__).parent
 ROWS: dict[str, list[dict[str, Any]]] = defaultdict(list)

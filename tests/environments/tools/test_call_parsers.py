@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope.environments.parsers import Answer, strip_thought
+from telescope.environments.answer_parsers import Answer, strip_thought
 from telescope.environments.tools.call_parsers import (
     BadLiteral,
     CallFormat,

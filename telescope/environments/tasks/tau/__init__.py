@@ -16,11 +16,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
+from telescope.environments.answer_parsers import strip_thought
 from telescope.environments.base import Chat, Prompt, Reward, Turn
 from telescope.environments.endpoint import EndpointSettings, RetryingEndpoint
 from telescope.environments.failures import GraderError, InfrastructureError
 from telescope.environments.judge import Judge, JudgeSettings
-from telescope.environments.parsers import strip_thought
 from telescope.environments.tasks.tau.airline import AirlineDesk
 from telescope.environments.tasks.tau.data import Task, find_folder, load_tables, load_tasks
 from telescope.environments.tasks.tau.desk import Desk, DeskError, Tables

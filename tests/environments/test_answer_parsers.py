@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.environments.parsers import Answer, AnswerTags, Boxed, CodeBlock, ThinkTags, Whole, XMLFields, strip_thought
+from telescope.environments.answer_parsers import (
+    Answer,
+    AnswerTags,
+    Boxed,
+    CodeBlock,
+    ThinkTags,
+    Whole,
+    XMLFields,
+    strip_thought,
+)
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
 PLAIN = TEXTS.filter(lambda text: not set(text) & set("<>`\\{}\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"))
