@@ -58,6 +58,13 @@ def test_run_works_from_any_folder(tmp_path: Path) -> None:
     assert "algorithm" in answer.stdout
 
 
+def test_the_tests_help_installs_and_checks_nothing(checkout: Path, tmp_path: Path) -> None:
+    shown = call(checkout / "scripts" / "test", "--help", cwd=tmp_path)
+    assert shown.returncode == 0
+    assert "`--slow` runs the slow lane" in shown.stdout
+    assert not (checkout / ".venv").exists()
+
+
 def test_without_a_fitting_python_it_says_which_to_install(checkout: Path, bare_path: Path, tmp_path: Path) -> None:
     answer = call(checkout / "scripts" / "run", cwd=tmp_path, PATH=str(bare_path))
     assert answer.returncode == 1
