@@ -58,6 +58,18 @@ def test_ranks_that_do_not_go_with_the_settings_are_named():
     assert "set use_distributed_optimizer=auto" in sentence
 
 
+def test_gradients_in_float16_are_refused_whoever_says_that_they_are():
+    """They are unscaled where they lie, so what float16 holds as zero is lost whatever the loss was multiplied by."""
+    halves = Megatron(mixed_precision_dtype="float16", grad_reduce_in_fp32=False)
+    (sentence,) = errors(halves, 1)
+    assert sentence.startswith("backend.grad_reduce_in_fp32=false keeps gradients in float16")
+    assert "set grad_reduce_in_fp32=true, or mixed_precision_dtype=bfloat16" in sentence
+    of_weights = Megatron(mixed_precision_dtype=None, grad_reduce_in_fp32=False)
+    assert obstacles(of_weights, model_dtype="float16") == [sentence]
+    assert obstacles(of_weights) == obstacles(halves, model_dtype="float16") == []
+    assert errors(Megatron(mixed_precision_dtype="float16"), 1) == errors(Megatron(grad_reduce_in_fp32=False), 1) == []
+
+
 def test_auto_is_decided_by_the_ranks():
     two = Megatron(tensor_parallel_size=2)
     assert (Megatron().spreads_sequence(), two.spreads_sequence()) == (False, True)
