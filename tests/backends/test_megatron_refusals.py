@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +120,32 @@ def test_a_model_whose_rotations_follow_lengths_is_refused_as_with_fsdp(tmp_path
 def test_a_missing_folder_is_named():
     with pytest.raises(UnfitModel, match=r"model\.name='/nowhere/model'"):
         architecture.read(Megatron(), make_job(model="/nowhere/model"))
+
+
+def test_a_model_with_code_of_its_own_is_refused_where_that_code_is_trusted(tmp_path):
+    """The server and backend=fsdp would run it, and here it would be taken for the plain Llama that it is called."""
+    model = with_config(random_other(tmp_path / "model", "llama"), auto_map={"AutoModelForCausalLM": "mine.Mine"})
+    job = make_job(model=model)
+    trusted = replace(job, model=job.model.model_copy(update={"trust_remote_code": True}))
+    with pytest.raises(UnfitModel, match=r"code of its own \(auto_map\).* set backend=fsdp, or model\.trust_remote_code="):
+        architecture.read(Megatron(), trusted)
+    assert architecture.read(Megatron(), job).facts.layers == 2
+    assert architecture.read(Megatron(), replace(trusted, model=trusted.model.model_copy(update={"name": "tiny"}))).facts
+
+
+def test_a_model_that_transformers_does_not_know_is_told_as_with_fsdp(tmp_path):
+    model = with_config(random_other(tmp_path / "model", "llama"), model_type="foo")
+    with pytest.raises(UnfitModel, match=r"model\.name=.*: it can't be loaded: "):
+        architecture.read(Megatron(), make_job(model=model))
+
+
+def test_a_quantised_model_is_refused(tmp_path):
+    model = with_config(random_other(tmp_path / "model", "llama"), quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UnfitModel, match=r"its weights are quantised .*: fp8\), and can't be trained: dequantise it"):
+        architecture.read(Megatron(), make_job(model=model))
+
+
+def with_config(folder: str, **changes: Any) -> str:
+    file = Path(folder) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
