@@ -99,7 +99,7 @@ def _refuse_own_code(name: str, folder: Path) -> None:
     if any(each in brought for each in ("AutoConfig", "AutoModelForCausalLM")):
         raise UnfitModel(
             f"model.name={name}: its config.json brings code of its own (auto_map), which model.trust_remote_code=true runs "
-            "and backend=megatron does not: set backend=fsdp, or model.trust_remote_code=false where transformers' own is the same"
+            "and backend=megatron does not: set backend=fsdp, or model.trust_remote_code=false to train transformers' own"
         )
 
 
