@@ -177,7 +177,7 @@ class Backend(Protocol):
     def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
         """Write this rank's state after `step` to `folder`, down to the disk. Returns as soon as training may go on; `done` is
         called exactly once, from here or from another thread. A save under way is waited for first. Where the state is spread
-        otherwise than it is written it holds collectives."""
+        otherwise than it is written it holds collectives, and raises their errors without a call of `done`."""
         ...
 
     def close(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +61,18 @@ def test_ranks_that_do_not_go_with_the_settings_are_named():
     assert "set use_distributed_optimizer=auto" in sentence
 
 
+def test_gradients_in_float16_are_refused_whoever_says_that_they_are():
+    """They are unscaled where they lie, so what float16 holds as zero is lost whatever the loss was multiplied by."""
+    halves = Megatron(mixed_precision_dtype="float16", grad_reduce_in_fp32=False)
+    (sentence,) = errors(halves, 1)
+    assert sentence.startswith("backend.grad_reduce_in_fp32=false keeps gradients in float16")
+    assert "set grad_reduce_in_fp32=true, or mixed_precision_dtype=bfloat16" in sentence
+    of_weights = Megatron(mixed_precision_dtype=None, grad_reduce_in_fp32=False)
+    assert obstacles(of_weights, model_dtype="float16") == [sentence]
+    assert obstacles(of_weights) == obstacles(halves, model_dtype="float16") == []
+    assert errors(Megatron(mixed_precision_dtype="float16"), 1) == errors(Megatron(grad_reduce_in_fp32=False), 1) == []
+
+
 def test_auto_is_decided_by_the_ranks():
     two = Megatron(tensor_parallel_size=2)
     assert (Megatron().spreads_sequence(), two.spreads_sequence()) == (False, True)
@@ -105,3 +120,32 @@ def test_a_model_whose_rotations_follow_lengths_is_refused_as_with_fsdp(tmp_path
 def test_a_missing_folder_is_named():
     with pytest.raises(UnfitModel, match=r"model\.name='/nowhere/model'"):
         architecture.read(Megatron(), make_job(model="/nowhere/model"))
+
+
+def test_a_model_with_code_of_its_own_is_refused_where_that_code_is_trusted(tmp_path):
+    """The server and backend=fsdp would run it, and here it would be taken for the plain Llama that it is called."""
+    model = with_config(random_other(tmp_path / "model", "llama"), auto_map={"AutoModelForCausalLM": "mine.Mine"})
+    job = make_job(model=model)
+    trusted = replace(job, model=job.model.model_copy(update={"trust_remote_code": True}))
+    with pytest.raises(UnfitModel, match=r"code of its own \(auto_map\).* set backend=fsdp, or model\.trust_remote_code="):
+        architecture.read(Megatron(), trusted)
+    assert architecture.read(Megatron(), job).facts.layers == 2
+    assert architecture.read(Megatron(), replace(trusted, model=trusted.model.model_copy(update={"name": "tiny"}))).facts
+
+
+def test_a_model_that_transformers_does_not_know_is_told_as_with_fsdp(tmp_path):
+    model = with_config(random_other(tmp_path / "model", "llama"), model_type="foo")
+    with pytest.raises(UnfitModel, match=r"model\.name=.*: it can't be loaded: "):
+        architecture.read(Megatron(), make_job(model=model))
+
+
+def test_a_quantised_model_is_refused(tmp_path):
+    model = with_config(random_other(tmp_path / "model", "llama"), quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UnfitModel, match=r"its weights are quantised .*: fp8\), and can't be trained: dequantise it"):
+        architecture.read(Megatron(), make_job(model=model))
+
+
+def with_config(folder: str, **changes: Any) -> str:
+    file = Path(folder) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder

@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from telescope.config.models import read_json_object, weight_files
+
 
 class UnfitModel(ValueError):
     """This model can't be trained here; the message says why."""
@@ -83,6 +85,42 @@ class TensorFiles:
         return self._open[file]
 
 
+NARROW = ("F8", "F6", "F4")
+"""How safetensors' names of floats of a byte or less begin."""
+
+
+def refuse_quantised(name: str, folder: Path) -> None:
+    """Raise `UnfitModel` where weights are codes of other numbers: read as they are, they would be trained as noise."""
+    remedy = "dequantise it and save it with transformers' save_pretrained, or name the model's bfloat16 release"
+    config = read_json_object(name, folder / "config.json")
+    for part in (config, config.get("text_config") or {}):
+        if given := part.get("quantization_config"):
+            method = given.get("quant_method", "") if isinstance(given, dict) else ""
+            raise UnfitModel(
+                f"model.name={name}: its weights are quantised (quantization_config in its config.json"
+                f"{f': {method}' if method else ''}), and can't be trained: {remedy}"
+            )
+    for file in weight_files(name, folder):
+        for tensor, dtype in _types(file):
+            whole_numbers = dtype.startswith(("I", "U")) and tensor.endswith("weight")
+            if whole_numbers or dtype.startswith(NARROW):
+                raise UnfitModel(
+                    f"model.name={name}: its weights are quantised ({tensor} is of type {dtype} in {file}), and can't be "
+                    f"trained: {remedy}"
+                )
+
+
+def _types(file: Path) -> Iterator[tuple[str, str]]:
+    """Names of tensors, and what safetensors calls their dtypes."""
+    yield from ((name, facts["dtype"]) for name, facts in _header(file).items() if name != "__metadata__")
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return header
+
+
 def model_files(folder: Path) -> dict[str, Path]:
     """Every tensor of the folder's model.safetensors, one file or several; empty where it has none."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -91,6 +129,4 @@ def model_files(folder: Path) -> dict[str, Path]:
         return {name: folder / part for name, part in listed.items()}
     if not single.is_file():
         return {}
-    with single.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return {name: single for name in header if name != "__metadata__"}
+    return {name: single for name in _header(single) if name != "__metadata__"}

@@ -77,7 +77,8 @@ class Saver:
         """Returns when the tensors may change again. `done` is called once, from another thread or from here.
 
         A save under way is waited for first. Of sharded tensors each rank gives its shard; of others rank 0 writes its own.
-        Tensors that are made one after another are taken as long as there is memory for them.
+        Tensors that are made one after another are copied to host memory one after another, in the foreground too: all of them
+        at once may be more than the device has.
         """
         if self._writing is not None and self._writing.is_alive():
             log.info("the checkpoint before is still being written: %s waits for it", folder.parent.name)
@@ -87,7 +88,8 @@ class Saver:
             )
             return
         own = self._own(tensors)
-        if not self._settings.background:
+        background = self._settings.background
+        if isinstance(tensors, Mapping) and not background:
             done(_write_files(dict(own), folder, self._rank))
             return
         if not self._has_memory():
@@ -98,6 +100,9 @@ class Saver:
             staged = self._copies.take(own)
         except (RuntimeError, MemoryError) as error:
             done(NotSaved(f"the state can't be copied to host memory: {_first_line(error)}"))
+            return
+        if not background:
+            done(_write_files(staged, folder, self._rank))
             return
         self._writing = threading.Thread(
             target=lambda: done(_write_files(staged, folder, self._rank)), name=f"save-{folder.parent.name}", daemon=True

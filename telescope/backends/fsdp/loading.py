@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from telescope.backends.common import attention
 from telescope.backends.common.attention_choice import Kind
-from telescope.backends.common.models import ModelCheckpoint, TensorFiles, UnfitModel, model_files
+from telescope.backends.common.models import ModelCheckpoint, TensorFiles, UnfitModel, model_files, refuse_quantised
 from telescope.backends.common.models import parameters_on_meta as parameters_on_meta
 from telescope.backends.fsdp.policy import fitted, load
 from telescope.backends.fsdp.sharding import ModelMesh, local
@@ -58,6 +58,7 @@ def _outline(model: ModelSettings, kind: Kind, dtype: torch.dtype) -> tuple[Any,
     except ModelNotFound as error:
         raise UnfitModel(str(error)) from error
     check_weights(model.name, folder)
+    refuse_quantised(model.name, folder)
     files = model_files(folder)
     if not files:
         return None, None

@@ -21,6 +21,10 @@ NOT_INSTALLED = (
     "backend=megatron needs the package megatron-core, which is not installed: run pip install 'megatron-core>=0.16,<0.17' "
     "(the extra `megatron` of telescope-rl), or set backend=fsdp"
 )
+SCALED_SUMS = (
+    "backend.grad_reduce_in_fp32=false keeps gradients in float16 without the scale of the loss, where small ones are zero: "
+    "set grad_reduce_in_fp32=true, or mixed_precision_dtype=bfloat16"
+)
 
 
 class Megatron(BackendSettings):
@@ -34,7 +38,7 @@ class Megatron(BackendSettings):
     """Spread float32 weights and moments over the ranks that have equal parts of the model. auto: where there are several."""
     grad_reduce_in_fp32: bool = True
     """Add gradients up, over rows and ranks, in float32; false: in the precision of forward and backward, for half the
-    memory."""
+    memory. Not with float16."""
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel ranks while the last row's backward pass is under way, rather than after it."""
     mixed_precision_dtype: Literal["bfloat16", "float16", "float32"] | None = "bfloat16"
@@ -95,6 +99,8 @@ class Megatron(BackendSettings):
                 "backend.sequence_parallel=false these are summed over ranks in place: set sequence_parallel=auto, or "
                 "gradient_checkpointing=full",
             )
+        if self.mixed_precision_dtype == "float16" and not self.grad_reduce_in_fp32:
+            yield ("backend.grad_reduce_in_fp32", "backend.mixed_precision_dtype"), SCALED_SUMS
         if self.use_distributed_optimizer is True and ranks == size:
             yield (
                 ("backend.use_distributed_optimizer", workers, "backend.tensor_parallel_size"),
@@ -112,6 +118,8 @@ class Megatron(BackendSettings):
             return
         if not elsewhere and not is_installed():
             yield NOT_INSTALLED
+        if self.mixed_precision_dtype is None and model_dtype == "float16" and not self.grad_reduce_in_fp32:
+            yield SCALED_SUMS
         sentence = attention_choice.refusal(
             self.attention,
             dtype=self.mixed_precision_dtype or model_dtype,

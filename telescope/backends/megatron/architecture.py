@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +16,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from telescope.backends.common.models import ModelCheckpoint, UnfitModel, model_files, parameters_on_meta
+from telescope.backends.common.models import ModelCheckpoint, UnfitModel, model_files, parameters_on_meta, refuse_quantised
 from telescope.backends.common.rotations import check_rotations
 from telescope.backends.megatron.rules import ARCHITECTURES, ModelDimensions, named
-from telescope.config.models import ModelBroken, ModelNotFound, check_weights, model_folder
+from telescope.config.models import ModelBroken, ModelNotFound, check_weights, model_folder, read_json_object
 
 if TYPE_CHECKING:
     from telescope.backends.base import Job
@@ -55,7 +56,14 @@ def read(settings: Megatron, job: Job) -> Architecture:
     except ModelNotFound as error:
         raise UnfitModel(str(error)) from error
     check_weights(name, folder)
-    config = AutoConfig.from_pretrained(str(folder))
+    refuse_quantised(name, folder)
+    if job.model.trust_remote_code:
+        _refuse_own_code(name, folder)
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnfitModel(f"model.name={name}: it can't be loaded: {said}") from error
     kind = getattr(config, "model_type", None)
     if kind not in ARCHITECTURES:
         raise UnfitModel(
@@ -83,6 +91,16 @@ def read(settings: Megatron, job: Job) -> Architecture:
         rotation=lm.get_decoder().rotary_emb,
         files=ModelCheckpoint(name, files),
     )
+
+
+def _refuse_own_code(name: str, folder: Path) -> None:
+    """The server and backend=fsdp run the model that its files bring, and here transformers' own of that type would be."""
+    brought = read_json_object(name, folder / "config.json").get("auto_map") or {}
+    if any(each in brought for each in ("AutoConfig", "AutoModelForCausalLM")):
+        raise UnfitModel(
+            f"model.name={name}: its config.json brings code of its own (auto_map), which model.trust_remote_code=true runs "
+            "and backend=megatron does not: set backend=fsdp, or model.trust_remote_code=false to train transformers' own"
+        )
 
 
 def _facts(config: Any) -> ModelDimensions:

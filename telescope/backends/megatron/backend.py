@@ -156,15 +156,31 @@ class MegatronBackend(SteppingBackend):
             yield from host_weights(self.layout(), self._packer.pack, self._device, receives=receives, dtype=dtype)
 
     def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
-        """With the distributed optimizer this holds collectives: moments come together a parameter at a time."""
-        whole = self._job.saving.training_state
+        """With the distributed optimizer this holds collectives: moments come together a parameter at a time. An error of that
+        is raised, and `done` not called: this rank may not go on to other collectives while the others wait in these."""
+        broken: list[Exception] = []
+
+        def found() -> Iterator[tuple[str, Tensor]]:
+            whole = self._job.saving.training_state
+            try:
+                yield from state.gathered(
+                    self._masters, self._updater, self._table, self._parallel, self._job.world, training_state=whole
+                )
+            except Exception as error:
+                broken.append(error)
+                raise
+
+        def told(outcome: Outcome) -> None:
+            if not broken:
+                done(outcome)
+
         with ranks.watched(f"gathering the state of step {step}"):
-            found = state.gathered(
-                self._masters, self._updater, self._table, self._parallel, self._job.world, training_state=whole
-            )
-            self._saver.save(found, folder, done)
-            for _ in found:  # where nothing could be saved, the other ranks still wait for this one's pieces
+            tensors = found()
+            self._saver.save(tensors, folder, told)
+            for _ in tensors:  # where nothing could be saved, the other ranks still wait for this one's pieces
                 pass
+            if broken:
+                raise broken[0]
 
     def close(self) -> None:
         self._saver.settle()
