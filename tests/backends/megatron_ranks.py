@@ -60,7 +60,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     algorithm: Algorithm = field(default_factory=GRPO)
     support: Support = WHOLE
-    temperature: float = 1.0
+    temperatures: tuple[float, ...] = (1.0,)
+    """Of the trajectories in turn: a batch may have several."""
     minibatches: tuple[int, ...] = (8,)
     planted: bool = False
     """The sum of gradients over the ranks of a model is left out."""
@@ -76,6 +77,7 @@ class Case:
 
 TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
 WHOLE_ROWS, WHOLE_MOMENTS = {"sequence_parallel": False}, {"use_distributed_optimizer": False}
+CUT, MIXED = Support(top_k=40, top_p=0.9), (0.7, 1.0, 1.6)
 CASES = {
     "1": Case(1),
     "1, selective": Case(1, settings={"gradient_checkpointing": "selective"}),
@@ -84,7 +86,9 @@ CASES = {
     "TP 2, whole rows, computed again": Case(2, settings=TP2 | WHOLE_ROWS | {"gradient_checkpointing": "full"}),
     "TP 2, computed again": Case(2, settings=TP2 | {"gradient_checkpointing": True}),
     "TP 2, selective": Case(2, settings=TP2 | {"gradient_checkpointing": "selective"}),
-    "TP 2, cut": Case(2, settings=TP2, support=Support(top_k=40, top_p=0.9), temperature=0.7),
+    "TP 2, cut": Case(2, settings=TP2, support=CUT, temperatures=(0.7,)),
+    "TP 2, mixed temperatures": Case(2, settings=TP2, temperatures=MIXED),
+    "TP 2, mixed temperatures, cut": Case(2, settings=TP2, support=CUT, temperatures=MIXED, algorithm=ALL_PENALTIES),
     "TP 2, penalties": Case(2, settings=TP2, algorithm=ALL_PENALTIES),
     "DP 2": Case(2),
     "DP 2, whole moments": Case(2, settings=WHOLE_MOMENTS),
@@ -116,18 +120,16 @@ def models(folder: Path) -> dict[str, str]:
 
 
 def make(case: Case, model: str, world: World) -> Job:
-    job = make_job(
-        model=model, seq_len=64, pad_to_multiple_of=1, world=world, algorithm=case.algorithm, temperature=case.temperature
-    )  # fmt: skip
+    job = make_job(model=model, seq_len=64, pad_to_multiple_of=1, world=world, algorithm=case.algorithm)
     return replace(job, support=case.support)
 
 
-def whole_shard(step: int = 1, sizes: tuple[int, ...] = (8,)) -> TrainShard:
-    return in_minibatches(make_shard(step, seed=step), sizes)
+def whole_shard(step: int = 1, sizes: tuple[int, ...] = (8,), temperatures: tuple[float, ...] = (1.0,)) -> TrainShard:
+    return in_minibatches(make_shard(step, seed=step, temperatures=temperatures), sizes)
 
 
 def share(case: Case, rank: int, step: int = 1) -> TrainShard:
-    return part(whole_shard(step, case.minibatches), SHARES[case.models][rank // case.tensor_size])
+    return part(whole_shard(step, case.minibatches, case.temperatures), SHARES[case.models][rank // case.tensor_size])
 
 
 def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:

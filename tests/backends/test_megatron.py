@@ -84,13 +84,14 @@ def plain(folder: Path) -> dict[tuple[Any, ...], Plain]:
 
 
 def key(case: Case) -> tuple[Any, ...]:
-    return case.model, case.support, case.temperature, repr(case.algorithm), case.minibatches
+    return case.model, case.support, case.temperatures, repr(case.algorithm), case.minibatches
 
 
 def by_fsdp(case: Case, folder: Path) -> Plain:
     backend = watch(make(case, str(folder / case.model.replace(" ", "-")), World(0, 1, "cpu")))
-    logprobs = backend.logprobs(whole_shard())
-    metrics = backend.train_step(whole_shard(1, case.minibatches)).metrics
+    shard = whole_shard(1, case.minibatches, case.temperatures)
+    logprobs = backend.logprobs(shard)
+    metrics = backend.train_step(shard).metrics
     weights = dict(backend.weights())
     found = Plain(logprobs, metrics, backend.gradients, weights, pack_all(backend, 0))
     backend.close()
