@@ -138,15 +138,17 @@ def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:
 
 
 def run(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
-    """Log-probs of each rank; gradients, metrics and weights after a step of rank 0, and what `pack` gives."""
+    """Log-probs of each rank; gradients, metrics and weights after a step of rank 0, and what `pack` gives before and after."""
     backend = build(case, model, rank)
+    begun = pack_all(backend, rank)
     plain = backend.logprobs(share(case, rank))
     result = backend.train_step(share(case, rank))
     weights, packed = dict(backend.weights()), pack_all(backend, rank)
     np.save(folder / f"{name}-{rank}.npy", plain)
     (folder / f"{name}-{rank}.json").write_bytes(msgspec.json.encode(result.metrics))
     if rank == 0:
-        torch.save({"gradients": backend.updates[-1], "weights": weights, "packed": packed}, folder / f"{name}.pt")
+        found = {"gradients": backend.updates[-1], "weights": weights, "packed": packed, "begun": begun}
+        torch.save(found, folder / f"{name}.pt")
     backend.close()
 
 

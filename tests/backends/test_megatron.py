@@ -56,6 +56,8 @@ class Plain:
     gradients: Tensors
     weights: Tensors
     packed: torch.Tensor
+    begun: torch.Tensor
+    """As `packed`, before the step."""
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +91,12 @@ def key(case: Case) -> tuple[Any, ...]:
 
 def by_fsdp(case: Case, folder: Path) -> Plain:
     backend = watch(make(case, str(folder / case.model.replace(" ", "-")), World(0, 1, "cpu")))
+    begun = pack_all(backend, 0)
     shard = whole_shard(1, case.minibatches, case.temperatures)
     logprobs = backend.logprobs(shard)
     metrics = backend.train_step(shard).metrics
     weights = dict(backend.weights())
-    found = Plain(logprobs, metrics, backend.gradients, weights, pack_all(backend, 0))
+    found = Plain(logprobs, metrics, backend.gradients, weights, pack_all(backend, 0), begun)
     backend.close()
     return found
 
@@ -134,15 +137,20 @@ def test_it_is_what_fsdp_computes(folder: Path, plain: dict[tuple[Any, ...], Pla
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
-def test_before_a_step_servers_are_sent_the_same_bytes_as_by_fsdp(folder: Path):
+@pytest.mark.parametrize("name", CASES)
+def test_before_a_step_servers_are_sent_the_same_bytes_as_by_fsdp(
+    folder: Path, plain: dict[tuple[Any, ...], Plain], name: str
+):
     """Version 0 of a checkpoint that both read."""
-    saved = torch.load(folder / "saved TP 2, DP 2.pt")["weights"]
-    backend = watch(make_job(model=str(folder / "qwen3"), seq_len=64))
-    begun = dict(backend.weights())
-    backend.close()
-    assert list(saved) == list(begun)
-    exported = read(folder, "saved TP 2, DP 2")
-    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items()), "of a step that was trained"
+    found, expected = torch.load(folder / f"{name}.pt"), plain[key(CASES[name])]
+    assert torch.equal(found["begun"], expected.begun)
+    assert not torch.equal(found["begun"], found["packed"]), "after the step they are others"
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+def test_an_export_holds_the_weights_that_four_ranks_have_saved(folder: Path):
+    saved, exported = torch.load(folder / "saved TP 2, DP 2.pt")["weights"], read(folder, "saved TP 2, DP 2")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
 
 
 def read(folder: Path, name: str) -> Tensors:
