@@ -180,7 +180,8 @@ RESUMED = {
     "DP 2, half, again": Case(2, settings=HALF),
     "1": Case(1),
 }
-"""Each goes on from its own checkpoint; the last one also from the first's, whose ranks are four."""
+"""Each goes on from its own checkpoint; the last one also from the first's, whose ranks are four. "TP 2" goes on from one of
+FSDP, too, which lies in the folder before the ranks begin."""
 
 
 def resume(name: str, case: Case, model: str, rank: int, folder: Path, begin: Path | None) -> None:
@@ -263,6 +264,8 @@ def main() -> int:
             if case.ranks == size:
                 resume(name, case, made[case.model], rank, folder, None)
                 resume(name, case, made[case.model], rank, folder, folder / f"saved {name}")
+        if size == 2:
+            resume("TP 2 of FSDP", Case(2, settings=TP2), made["qwen3"], rank, folder, folder / "saved by FSDP")
         if size == 1:
             resume("1 of four", RESUMED["1"], made["qwen3"], rank, folder, folder / "saved TP 2, DP 2")
 

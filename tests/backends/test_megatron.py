@@ -7,6 +7,7 @@ with FSDP on one rank.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here: the extra `megatron` brings it")
 
-from telescope.backends.base import World
+from telescope.backends.base import Saved, World
 from telescope.cli.export import Wanted, export
 from telescope.config.sections import ModelSettings
 from tests.backends.megatron_ranks import (
@@ -65,6 +66,7 @@ def folder(tmp_path_factory) -> Path:
     """Filled by four ranks, once for all tests."""
     found: Path = tmp_path_factory.mktemp("megatron")
     models(found)
+    save_by_fsdp(found)
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.backends.megatron_ranks", str(found)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
@@ -138,9 +140,7 @@ def test_it_is_what_fsdp_computes(folder: Path, plain: dict[tuple[Any, ...], Pla
 
 @pytest.mark.timeout(LIMIT_S + 100)
 @pytest.mark.parametrize("name", CASES)
-def test_before_a_step_servers_are_sent_the_same_bytes_as_by_fsdp(
-    folder: Path, plain: dict[tuple[Any, ...], Plain], name: str
-):
+def test_before_a_step_servers_are_sent_the_same_bytes_as_by_fsdp(folder: Path, plain: dict[tuple[Any, ...], Plain], name: str):
     """Version 0 of a checkpoint that both read."""
     found, expected = torch.load(folder / f"{name}.pt"), plain[key(CASES[name])]
     assert torch.equal(found["begun"], expected.begun)
@@ -192,6 +192,27 @@ def test_a_checkpoint_of_four_ranks_is_gone_on_with_by_one_and_by_fsdp(folder: P
             assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
         apart = max(float((each["weights"][name] - tensor).abs().max()) for name, tensor in went_on["weights"].items())
         assert apart < 2e-4
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+def test_a_checkpoint_of_fsdp_is_gone_on_with_by_two_ranks_of_a_model(folder: Path):
+    went_on, found = by_fsdp_from(folder / "saved by FSDP", folder), torch.load(folder / "resumed TP 2 of FSDP.pt")
+    for one, other in zip(went_on["metrics"], found["metrics"], strict=True):
+        assert {each: other[each] for each in SAME} == pytest.approx({each: one[each] for each in SAME}, rel=1e-5)
+        assert other["loss"] == pytest.approx(one["loss"], rel=2e-6)
+    apart = {name: float((found["weights"][name] - tensor).abs().max()) for name, tensor in went_on["weights"].items()}
+    assert max(apart.values()) < 5e-6, apart
+
+
+def save_by_fsdp(folder: Path) -> None:
+    """After step 1."""
+    backend = watch(make_job(model=str(folder / "qwen3"), seq_len=64, pad_to_multiple_of=1))
+    backend.train_step(whole_shard())
+    outcomes: queue.Queue[Any] = queue.Queue()
+    backend.save(1, folder / "saved by FSDP", outcomes.put)
+    outcome = outcomes.get(timeout=60)
+    assert isinstance(outcome, Saved), outcome
+    backend.close()
 
 
 def by_fsdp_from(checkpoint: Path, folder: Path) -> dict[str, Any]:
