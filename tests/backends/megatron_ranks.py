@@ -9,6 +9,7 @@ import os
 import queue
 import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from telescope.algorithms.base import Algorithm
 from telescope.algorithms.grpo import GRPO
@@ -63,6 +65,8 @@ class Case:
     temperatures: tuple[float, ...] = (1.0,)
     """Of the trajectories in turn: a batch may have several."""
     minibatches: tuple[int, ...] = (8,)
+    bucket_size: int | None = None
+    """Numbers of a bucket of gradients, where buckets are summed up as they are full; None: megatron-core's 40 million."""
     planted: bool = False
     """The sum of gradients over the ranks of a model is left out."""
 
@@ -76,6 +80,7 @@ class Case:
 
 
 TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
+OVERLAPPED = {"overlap_grad_reduce": True}
 WHOLE_ROWS, WHOLE_MOMENTS = {"sequence_parallel": False}, {"use_distributed_optimizer": False}
 CUT, MIXED = Support(top_k=40, top_p=0.9), (0.7, 1.0, 1.6)
 CASES = {
@@ -92,15 +97,18 @@ CASES = {
     "TP 2, penalties": Case(2, settings=TP2, algorithm=ALL_PENALTIES),
     "DP 2": Case(2),
     "DP 2, whole moments": Case(2, settings=WHOLE_MOMENTS),
-    "DP 2, overlapped": Case(2, settings={"overlap_grad_reduce": True}),
+    "DP 2, overlapped": Case(2, settings=OVERLAPPED),
+    "DP 2, overlapped, in buckets": Case(2, settings=OVERLAPPED, bucket_size=1500),
+    "DP 2, overlapped, in buckets, whole moments": Case(2, settings=OVERLAPPED | WHOLE_MOMENTS, bucket_size=1500),
     "TP 4": Case(4, settings=TP4),
     "DP 4": Case(4),
     "TP 2, DP 2": Case(4, settings=TP2),
     "TP 2, DP 2, whole rows": Case(4, settings=TP2 | WHOLE_ROWS),
     "TP 2, DP 2, whole moments": Case(4, settings=TP2 | WHOLE_MOMENTS),
     "TP 2, DP 2, 2 minibatches": Case(
-        4, settings=TP2 | {"overlap_grad_reduce": True}, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
+        4, settings=TP2 | OVERLAPPED, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
     ),
+    "TP 2, DP 2, in buckets": Case(4, settings=TP2 | OVERLAPPED, bucket_size=1500),
     **{f"TP 2, DP 2, {model}": Case(4, model, TP2) for model in MODELS if model != "qwen3"},
     "TP 2, whole rows, qwen2": Case(2, "qwen2", TP2 | WHOLE_ROWS),
 }  # fmt: skip
@@ -134,7 +142,13 @@ def share(case: Case, rank: int, step: int = 1) -> TrainShard:
 
 def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:
     job = replace(make(case, model, World(rank, case.ranks, "cpu")), **changes)
-    return watch(job, **case.settings)
+    if case.bucket_size is None:
+        return watch(job, **case.settings)
+    config = partial(DistributedDataParallelConfig, bucket_size=case.bucket_size)
+    with mock.patch("telescope.backends.megatron.backend.DistributedDataParallelConfig", config):
+        backend = watch(job, **case.settings)
+    assert all(len(buffer.buckets) >= 5 for buffer in backend._ddp.buffers), "many buckets"
+    return backend
 
 
 def run(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
@@ -178,6 +192,7 @@ RESUMED = {
     "TP 2, DP 2, half": Case(4, settings=TP2 | HALF),
     "DP 2, half, whole moments": Case(2, settings=HALF | WHOLE_MOMENTS),
     "DP 2, half, again": Case(2, settings=HALF),
+    "DP 2, half, in buckets": Case(2, settings=HALF | OVERLAPPED, bucket_size=1500),
     "1": Case(1),
 }
 """Each goes on from its own checkpoint; the last one also from the first's, whose ranks are four. "TP 2" goes on from one of
