@@ -9,6 +9,7 @@ import os
 import queue
 import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from telescope.algorithms.base import Algorithm
 from telescope.algorithms.grpo import GRPO
@@ -60,8 +62,11 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     algorithm: Algorithm = field(default_factory=GRPO)
     support: Support = WHOLE
-    temperature: float = 1.0
+    temperatures: tuple[float, ...] = (1.0,)
+    """Of the trajectories in turn: a batch may have several."""
     minibatches: tuple[int, ...] = (8,)
+    bucket_size: int | None = None
+    """Numbers of a bucket of gradients, where buckets are summed up as they are full; None: megatron-core's 40 million."""
     planted: bool = False
     """The sum of gradients over the ranks of a model is left out."""
 
@@ -75,7 +80,9 @@ class Case:
 
 
 TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
+OVERLAPPED = {"overlap_grad_reduce": True}
 WHOLE_ROWS, WHOLE_MOMENTS = {"sequence_parallel": False}, {"use_distributed_optimizer": False}
+CUT, MIXED = Support(top_k=40, top_p=0.9), (0.7, 1.0, 1.6)
 CASES = {
     "1": Case(1),
     "1, selective": Case(1, settings={"gradient_checkpointing": "selective"}),
@@ -84,19 +91,24 @@ CASES = {
     "TP 2, whole rows, computed again": Case(2, settings=TP2 | WHOLE_ROWS | {"gradient_checkpointing": "full"}),
     "TP 2, computed again": Case(2, settings=TP2 | {"gradient_checkpointing": True}),
     "TP 2, selective": Case(2, settings=TP2 | {"gradient_checkpointing": "selective"}),
-    "TP 2, cut": Case(2, settings=TP2, support=Support(top_k=40, top_p=0.9), temperature=0.7),
+    "TP 2, cut": Case(2, settings=TP2, support=CUT, temperatures=(0.7,)),
+    "TP 2, mixed temperatures": Case(2, settings=TP2, temperatures=MIXED),
+    "TP 2, mixed temperatures, cut": Case(2, settings=TP2, support=CUT, temperatures=MIXED, algorithm=ALL_PENALTIES),
     "TP 2, penalties": Case(2, settings=TP2, algorithm=ALL_PENALTIES),
     "DP 2": Case(2),
     "DP 2, whole moments": Case(2, settings=WHOLE_MOMENTS),
-    "DP 2, overlapped": Case(2, settings={"overlap_grad_reduce": True}),
+    "DP 2, overlapped": Case(2, settings=OVERLAPPED),
+    "DP 2, overlapped, in buckets": Case(2, settings=OVERLAPPED, bucket_size=1500),
+    "DP 2, overlapped, in buckets, whole moments": Case(2, settings=OVERLAPPED | WHOLE_MOMENTS, bucket_size=1500),
     "TP 4": Case(4, settings=TP4),
     "DP 4": Case(4),
     "TP 2, DP 2": Case(4, settings=TP2),
     "TP 2, DP 2, whole rows": Case(4, settings=TP2 | WHOLE_ROWS),
     "TP 2, DP 2, whole moments": Case(4, settings=TP2 | WHOLE_MOMENTS),
     "TP 2, DP 2, 2 minibatches": Case(
-        4, settings=TP2 | {"overlap_grad_reduce": True}, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
+        4, settings=TP2 | OVERLAPPED, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
     ),
+    "TP 2, DP 2, in buckets": Case(4, settings=TP2 | OVERLAPPED, bucket_size=1500),
     **{f"TP 2, DP 2, {model}": Case(4, model, TP2) for model in MODELS if model != "qwen3"},
     "TP 2, whole rows, qwen2": Case(2, "qwen2", TP2 | WHOLE_ROWS),
 }  # fmt: skip
@@ -116,35 +128,41 @@ def models(folder: Path) -> dict[str, str]:
 
 
 def make(case: Case, model: str, world: World) -> Job:
-    job = make_job(
-        model=model, seq_len=64, pad_to_multiple_of=1, world=world, algorithm=case.algorithm, temperature=case.temperature
-    )  # fmt: skip
+    job = make_job(model=model, seq_len=64, pad_to_multiple_of=1, world=world, algorithm=case.algorithm)
     return replace(job, support=case.support)
 
 
-def whole_shard(step: int = 1, sizes: tuple[int, ...] = (8,)) -> TrainShard:
-    return in_minibatches(make_shard(step, seed=step), sizes)
+def whole_shard(step: int = 1, sizes: tuple[int, ...] = (8,), temperatures: tuple[float, ...] = (1.0,)) -> TrainShard:
+    return in_minibatches(make_shard(step, seed=step, temperatures=temperatures), sizes)
 
 
 def share(case: Case, rank: int, step: int = 1) -> TrainShard:
-    return part(whole_shard(step, case.minibatches), SHARES[case.models][rank // case.tensor_size])
+    return part(whole_shard(step, case.minibatches, case.temperatures), SHARES[case.models][rank // case.tensor_size])
 
 
 def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:
     job = replace(make(case, model, World(rank, case.ranks, "cpu")), **changes)
-    return watch(job, **case.settings)
+    if case.bucket_size is None:
+        return watch(job, **case.settings)
+    config = partial(DistributedDataParallelConfig, bucket_size=case.bucket_size)
+    with mock.patch("telescope.backends.megatron.backend.DistributedDataParallelConfig", config):
+        backend = watch(job, **case.settings)
+    assert all(len(buffer.buckets) >= 5 for buffer in backend._ddp.buffers), "many buckets"
+    return backend
 
 
 def run(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
-    """Log-probs of each rank; gradients, metrics and weights after a step of rank 0, and what `pack` gives."""
+    """Log-probs of each rank; gradients, metrics and weights after a step of rank 0, and what `pack` gives before and after."""
     backend = build(case, model, rank)
+    begun = pack_all(backend, rank)
     plain = backend.logprobs(share(case, rank))
     result = backend.train_step(share(case, rank))
     weights, packed = dict(backend.weights()), pack_all(backend, rank)
     np.save(folder / f"{name}-{rank}.npy", plain)
     (folder / f"{name}-{rank}.json").write_bytes(msgspec.json.encode(result.metrics))
     if rank == 0:
-        torch.save({"gradients": backend.updates[-1], "weights": weights, "packed": packed}, folder / f"{name}.pt")
+        found = {"gradients": backend.updates[-1], "weights": weights, "packed": packed, "begun": begun}
+        torch.save(found, folder / f"{name}.pt")
     backend.close()
 
 
@@ -174,9 +192,11 @@ RESUMED = {
     "TP 2, DP 2, half": Case(4, settings=TP2 | HALF),
     "DP 2, half, whole moments": Case(2, settings=HALF | WHOLE_MOMENTS),
     "DP 2, half, again": Case(2, settings=HALF),
+    "DP 2, half, in buckets": Case(2, settings=HALF | OVERLAPPED, bucket_size=1500),
     "1": Case(1),
 }
-"""Each goes on from its own checkpoint; the last one also from the first's, whose ranks are four."""
+"""Each goes on from its own checkpoint; the last one also from the first's, whose ranks are four. "TP 2" goes on from one of
+FSDP, too, which lies in the folder before the ranks begin."""
 
 
 def resume(name: str, case: Case, model: str, rank: int, folder: Path, begin: Path | None) -> None:
@@ -259,6 +279,8 @@ def main() -> int:
             if case.ranks == size:
                 resume(name, case, made[case.model], rank, folder, None)
                 resume(name, case, made[case.model], rank, folder, folder / f"saved {name}")
+        if size == 2:
+            resume("TP 2 of FSDP", Case(2, settings=TP2), made["qwen3"], rank, folder, folder / "saved by FSDP")
         if size == 1:
             resume("1 of four", RESUMED["1"], made["qwen3"], rank, folder, folder / "saved TP 2, DP 2")
 

@@ -7,6 +7,7 @@ with FSDP on one rank.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here: the extra `megatron` brings it")
 
-from telescope.backends.base import World
+from telescope.backends.base import Saved, World
 from telescope.cli.export import Wanted, export
 from telescope.config.sections import ModelSettings
 from tests.backends.megatron_ranks import (
@@ -56,6 +57,8 @@ class Plain:
     gradients: Tensors
     weights: Tensors
     packed: torch.Tensor
+    begun: torch.Tensor
+    """As `packed`, before the step."""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,7 @@ def folder(tmp_path_factory) -> Path:
     """Filled by four ranks, once for all tests."""
     found: Path = tmp_path_factory.mktemp("megatron")
     models(found)
+    save_by_fsdp(found)
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.backends.megatron_ranks", str(found)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
@@ -84,15 +88,17 @@ def plain(folder: Path) -> dict[tuple[Any, ...], Plain]:
 
 
 def key(case: Case) -> tuple[Any, ...]:
-    return case.model, case.support, case.temperature, repr(case.algorithm), case.minibatches
+    return case.model, case.support, case.temperatures, repr(case.algorithm), case.minibatches
 
 
 def by_fsdp(case: Case, folder: Path) -> Plain:
     backend = watch(make(case, str(folder / case.model.replace(" ", "-")), World(0, 1, "cpu")))
-    logprobs = backend.logprobs(whole_shard())
-    metrics = backend.train_step(whole_shard(1, case.minibatches)).metrics
+    begun = pack_all(backend, 0)
+    shard = whole_shard(1, case.minibatches, case.temperatures)
+    logprobs = backend.logprobs(shard)
+    metrics = backend.train_step(shard).metrics
     weights = dict(backend.weights())
-    found = Plain(logprobs, metrics, backend.gradients, weights, pack_all(backend, 0))
+    found = Plain(logprobs, metrics, backend.gradients, weights, pack_all(backend, 0), begun)
     backend.close()
     return found
 
@@ -133,15 +139,18 @@ def test_it_is_what_fsdp_computes(folder: Path, plain: dict[tuple[Any, ...], Pla
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
-def test_before_a_step_servers_are_sent_the_same_bytes_as_by_fsdp(folder: Path):
+@pytest.mark.parametrize("name", CASES)
+def test_before_a_step_servers_are_sent_the_same_bytes_as_by_fsdp(folder: Path, plain: dict[tuple[Any, ...], Plain], name: str):
     """Version 0 of a checkpoint that both read."""
-    saved = torch.load(folder / "saved TP 2, DP 2.pt")["weights"]
-    backend = watch(make_job(model=str(folder / "qwen3"), seq_len=64))
-    begun = dict(backend.weights())
-    backend.close()
-    assert list(saved) == list(begun)
-    exported = read(folder, "saved TP 2, DP 2")
-    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items()), "of a step that was trained"
+    found, expected = torch.load(folder / f"{name}.pt"), plain[key(CASES[name])]
+    assert torch.equal(found["begun"], expected.begun)
+    assert not torch.equal(found["begun"], found["packed"]), "after the step they are others"
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+def test_an_export_holds_the_weights_that_four_ranks_have_saved(folder: Path):
+    saved, exported = torch.load(folder / "saved TP 2, DP 2.pt")["weights"], read(folder, "saved TP 2, DP 2")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
 
 
 def read(folder: Path, name: str) -> Tensors:
@@ -183,6 +192,27 @@ def test_a_checkpoint_of_four_ranks_is_gone_on_with_by_one_and_by_fsdp(folder: P
             assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
         apart = max(float((each["weights"][name] - tensor).abs().max()) for name, tensor in went_on["weights"].items())
         assert apart < 2e-4
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+def test_a_checkpoint_of_fsdp_is_gone_on_with_by_two_ranks_of_a_model(folder: Path):
+    went_on, found = by_fsdp_from(folder / "saved by FSDP", folder), torch.load(folder / "resumed TP 2 of FSDP.pt")
+    for one, other in zip(went_on["metrics"], found["metrics"], strict=True):
+        assert {each: other[each] for each in SAME} == pytest.approx({each: one[each] for each in SAME}, rel=1e-5)
+        assert other["loss"] == pytest.approx(one["loss"], rel=2e-6)
+    apart = {name: float((found["weights"][name] - tensor).abs().max()) for name, tensor in went_on["weights"].items()}
+    assert max(apart.values()) < 5e-6, apart
+
+
+def save_by_fsdp(folder: Path) -> None:
+    """After step 1."""
+    backend = watch(make_job(model=str(folder / "qwen3"), seq_len=64, pad_to_multiple_of=1))
+    backend.train_step(whole_shard())
+    outcomes: queue.Queue[Any] = queue.Queue()
+    backend.save(1, folder / "saved by FSDP", outcomes.put)
+    outcome = outcomes.get(timeout=60)
+    assert isinstance(outcome, Saved), outcome
+    backend.close()
 
 
 def by_fsdp_from(checkpoint: Path, folder: Path) -> dict[str, Any]:

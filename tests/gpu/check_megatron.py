@@ -26,7 +26,9 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.shapes import SHAPES, make_model
+from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, World
+from telescope.maths.support import Support
 from tests.backends.megatron_watching import on_cpu
 from tests.backends.megatron_watching import watch as watch_megatron
 from tests.backends.models import random_model, random_other
@@ -59,6 +61,10 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "DP 2, overlapped": (2, {"overlap_grad_reduce": True}),
     "DP 2, whole moments": (2, {"use_distributed_optimizer": False}),
 }
+MIXED = "TP 2, temperatures, cut, entropy"
+"""A world of two whose trajectories have temperatures of their own, of which `CUT` leaves few tokens, with an entropy bonus. In
+float32 alone: in bfloat16 other tokens are among the likeliest."""
+CUT, TEMPERATURES, BONUS = Support(top_k=100, top_p=0.95), (0.7, 1.0, 1.4), 0.1
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"mixed_precision_dtype": None, "attention": "sdpa"},
     "bfloat16": {"mixed_precision_dtype": "bfloat16"},
@@ -76,6 +82,8 @@ class Order:
     settings: dict[str, Any]
     out: Path
     planted: bool = False
+    mixed: bool = False
+    """See `MIXED`."""
     resumed: bool = False
     shape: str = ""
     """Of a model to be timed."""
@@ -104,8 +112,11 @@ def rank_of(rank: int, orders: list[Order], ports: list[int]) -> None:
 def compute(rank: int, order: Order, world: World, again: int) -> None:
     planted: Any = mock.patch(MISSING, return_value=None) if order.planted else nullcontext()
     with planted, on_cpu() if order.device == "cpu" else nullcontext():
-        backend = build(order, make_job(model=order.model, seq_len=1024, world=world))
-        shard = make_shard(lengths=LENGTHS)
+        job = make_job(model=order.model, seq_len=1024, world=world)
+        if order.mixed:
+            job = replace(job, support=CUT, algorithm=GRPO(entropy_coef=BONUS))
+        backend = build(order, job)
+        shard = make_shard(lengths=LENGTHS, temperatures=TEMPERATURES if order.mixed else (1.0,))
         own = part(shard, SHARES[order.size // order.tensor_size][rank // order.tensor_size])
         logprobs = backend.logprobs(own)
         found: dict[str, Any] = {"metrics": backend.train_step(own).metrics, "gradients": backend.updates[-1]}
@@ -189,7 +200,7 @@ def logprob_gap(expected: np.ndarray, found: list[np.ndarray], order: Order) -> 
 
 
 def agreement(folder: Path, gpus: int, device: str) -> bool:
-    plain, ours = dict[tuple[str, str], Order](), dict[str, tuple[str, str, Order]]()
+    plain, mixed, ours = dict[tuple[str, str], Order](), dict[str, Order](), dict[str, tuple[str, str, Order]]()
     for name, changes in MODELS.items():
         given, place = {**SIZES, **changes}, folder / name
         model = random_model(place, **given) if name == "qwen3" else random_other(place, name, **given)
@@ -204,14 +215,22 @@ def agreement(folder: Path, gpus: int, device: str) -> bool:
             "megatron", model, 2, TP2 | PRECISIONS["float32"], folder / f"planted-{name}", planted=True, device=device
         )  # fmt: skip
         ours[f"{name}, a sum that is left out"] = name, "float32", order
+        how = PRECISIONS["float32"]
+        mixed[name] = Order("fsdp", model, 1, how, folder / f"fsdp-{name}-mixed", mixed=True, device=device)
+        order = Order("megatron", model, 2, TP2 | how, folder / f"{name}-mixed", mixed=True, device=device)
+        ours[f"{name}, {MIXED}, float32"] = name, "float32", order
     asked = {each: found for each, found in ours.items() if found[2].size <= gpus}
     for size in range(1, gpus + 1):
-        run([order for order in (*plain.values(), *(found[2] for found in asked.values())) if order.size == size])
+        every = *plain.values(), *(mixed.values() if gpus > 1 else ()), *(found[2] for found in asked.values())
+        run([order for order in every if order.size == size])
     exact = {name: read(plain[name, "float32"]) for name in MODELS}
     limits = {
         name: allowed(exact[name]["gradients"], read(plain[name, "bfloat16"])["gradients"]) for name in MODELS
     }  # fmt: skip
-    found = [tell(each, order, exact[name], limits[name], how) for each, (name, how, order) in asked.items()]
+    found = [
+        tell(each, order, read(mixed[name]) if order.mixed else exact[name], limits[name], how)
+        for each, (name, how, order) in asked.items()
+    ]
     return all(found)
 
 
