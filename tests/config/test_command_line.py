@@ -174,7 +174,7 @@ def test_a_sweep_with_wrong_points_starts_none(telescope, tmp_path):
 
 def test_a_run_directory_is_never_reused(telescope, tmp_path):
     write(tmp_path / "old" / "note.txt", "mine")
-    shown = telescope("run_dir=old")
+    shown = telescope("experiment=fake", "run_dir=old")
     assert shown.returncode == 1
     assert "exists and is not empty; a run directory is never reused" in shown.stderr
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["note.txt"]
@@ -182,7 +182,7 @@ def test_a_run_directory_is_never_reused(telescope, tmp_path):
 
 def test_a_run_directory_that_can_not_be_made_is_a_sentence(telescope, tmp_path):
     write(tmp_path / "file", "x")
-    shown = telescope("run_dir=file/below")
+    shown = telescope("experiment=fake", "run_dir=file/below")
     assert shown.returncode == 1
     assert "Traceback" not in shown.stderr
     assert "can't be written: Not a directory" in shown.stderr
