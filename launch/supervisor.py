@@ -541,9 +541,13 @@ class Supervisor:
             self.console.result(format_summary(summary))
         if code == STOPPED and self.interrupted is not None:
             self.console.result(f"to go on: python -m telescope runs resume {shlex.quote(str(self.directory.path))}")
-        elif unfinished:
+            unfinished = ""
+        lost = count_lost_rows(summary)
+        if unfinished or lost:
+            drain_output()  # nothing of the run is left, and a terminal has what went wrong below what the run came to
+        if unfinished:
             self.console.say(unfinished)
-        if lost := count_lost_rows(summary):
+        if lost:
             log = self.directory.log("orchestrator")
             self.console.say(f"{lost} rows of this run are lost, since they could not be written: {log} says why.")
 
