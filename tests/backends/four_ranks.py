@@ -23,8 +23,14 @@ def found_by(module: str, folder: Path, limit_s: float) -> Path:
     """Run `python -m module FOLDER MODEL`, and give the folder that it has filled. The model's sizes are such that four ranks
     can't share evenly, and its largest matrices such that moments of a byte are codes, in more blocks a row than one."""
     model = random_model(folder / "model", hidden_size=25, head_dim=10, intermediate_size=300, vocab_size=130)
+    run_module(module, str(folder), model, limit_s=limit_s)
+    return folder
+
+
+def run_module(module: str, *arguments: str, limit_s: float) -> None:
+    """`python -m module …`, with all that it starts gone after `limit_s`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", module, str(folder), model],
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
@@ -34,7 +40,6 @@ def found_by(module: str, folder: Path, limit_s: float) -> Path:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return folder
 
 
 def forked(run: Callable[[int], None]) -> int:

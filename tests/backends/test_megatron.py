@@ -6,11 +6,7 @@ with FSDP on one rank.
 
 from __future__ import annotations
 
-import os
 import queue
-import signal
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +21,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed here
 from telescope.backends.base import Saved, World
 from telescope.cli.export import Wanted, export
 from telescope.config.sections import ModelSettings
+from tests.backends.four_ranks import run_module
 from tests.backends.megatron_ranks import (
     CASES,
     PLANTED,
@@ -67,17 +64,7 @@ def folder(tmp_path_factory) -> Path:
     found: Path = tmp_path_factory.mktemp("megatron")
     models(found)
     save_by_fsdp(found)
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.backends.megatron_ranks", str(found)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0, said[-6000:]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    run_module("tests.backends.megatron_ranks", str(found), limit_s=LIMIT_S)
     return found
 
 

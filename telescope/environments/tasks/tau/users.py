@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from telescope.environments.answer_parsers import strip_thought
 from telescope.environments.endpoint import EndpointRefused, RetryingEndpoint
 from telescope.environments.failures import InfrastructureError
 from telescope.environments.tasks.tau.data import Task
@@ -94,16 +95,16 @@ class ModelUser:
     async def answer(self, agent: str) -> str:
         self._said.append({"role": "user", "content": agent})
         try:
-            said = await self.model.read(self._said, _strip_thought)
+            said = await self.model.read(self._said, _read_said)
         except EndpointRefused as error:
             raise InfrastructureError(f"the customer's model does not take the dialogue: {error}") from error
         self._said.append({"role": "assistant", "content": said})
         return "" if STOP in said else said
 
 
-def _strip_thought(text: str) -> str:
+def _read_said(text: str) -> str:
     """What is said aloud, without a thought before it. Raises `ValueError` for nothing: silence would be hanging up."""
-    said = text.rpartition("</think>")[2].strip()
+    said = strip_thought(text).strip()
     if not said:
         raise ValueError("its message is empty")
     return said
