@@ -186,6 +186,7 @@ def run_process(
     given = parser.parse_args(arguments)
     directory, name = RunDirectory(given.run_dir.absolute()), given.name
     raise_file_limit()
+    faulthandler.enable(file=sys.stderr, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True

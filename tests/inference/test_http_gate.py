@@ -127,6 +127,36 @@ async def test_log_probs_of_a_prompt_are_refused_where_adapters_are_served(trap:
         assert (await client.post("/v1/completions", json={"prompt": "a", **trap})).status_code == 200
 
 
+@pytest.mark.parametrize(("asked", "named"), [
+    ({"structured_outputs": {"grammar": 'root ::= root root | "a"'}}, "structured_outputs"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"response_format": {"type": "json_object"}}, "response_format"), ({"response_format": []}, "response_format"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools"),
+    ({"use_beam_search": True}, "use_beam_search"), ({"kv_transfer_params": {}}, "kv_transfer_params"),
+    ({"of_a_later_vllm": 0}, "of_a_later_vllm"), ({"bad_words": ["a"] * 9}, "bad_words"),
+    ({"stop": [str(i) for i in range(65)]}, "stop"), ({"logit_bias": {str(i): 1 for i in range(65)}}, "logit_bias"),
+])  # fmt: skip
+async def test_what_costs_more_than_the_tokens_sampled_is_refused_by_name(asked: dict, named: str):
+    inside = Inside()
+    async with client_of(inside) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a", **asked})
+        assert (answer.status_code, inside.bodies) == (400, [])
+        assert answer.json()["error"]["message"].startswith(f"{named}: ")
+
+
+@pytest.mark.parametrize("asked", [
+    {"structured_outputs": None, "response_format": {"type": "text"}, "tool_choice": "auto", "tools": [{"type": "function"}]},
+    {"stop": ["\n"], "logit_bias": {"5": -100}, "chat_template_kwargs": {"enable_thinking": False}, "user": "me"},
+    {"response_format": None, "tools": None, "stop": "a text of one", "stream": True, "stream_options": {}},
+])  # fmt: skip
+async def test_what_clients_usually_send_comes_in(asked: dict):
+    inside = Inside()
+    async with client_of(inside) as client:
+        assert (await client.post("/v1/completions", json={"prompt": "a", **asked})).status_code == 200
+    assert inside.bodies == [{"prompt": "a", **asked, "priority": LAST_PRIORITY}]
+
+
 async def test_requests_wait_for_a_place_and_a_greedy_one_is_refused():
     inside = Inside()
     inside.let.clear()

@@ -11,7 +11,7 @@ import hmac
 import ipaddress
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,19 @@ ALLOWED = {
 """The routes of docs/inference.md with their methods. vLLM has dozens more, and each version adds some."""
 OPEN = frozenset({"/health"})
 """Asked without the key, by whatever watches a machine; it says nothing but that the process lives."""
+FIELDS = frozenset({
+    "add_generation_prompt", "add_special_tokens", "best_of", "chat_template_kwargs", "continue_final_message", "echo",
+    "frequency_penalty", "ignore_eos", "include_reasoning", "include_stop_str_in_output", "logit_bias", "logprobs",
+    "max_completion_tokens", "max_tokens", "messages", "metadata", "min_p", "min_tokens", "model", "n",
+    "parallel_tool_calls", "presence_penalty", "priority", "prompt", "prompt_logprobs", "reasoning_effort",
+    "repetition_penalty", "request_id", "response_format", "return_token_ids", "return_tokens_as_token_ids", "seed",
+    "service_tier", "skip_special_tokens", "stop", "stop_token_ids", "store", "stream", "stream_options", "temperature",
+    "tool_choice", "tools", "top_k", "top_logprobs", "top_p", "truncate_prompt_tokens", "user",
+})  # fmt: skip
+"""What a body may ask for. Anything else of vLLM's might cost more than the tokens that are sampled: a grammar of one line
+holds each step of the engine, and so each rollout, for tenths of a second."""
+STOPS = 64
+"""Each is looked for in each token's text."""
 BODY_BYTES = 16 * 2**20
 BODY_S = 30.0
 """From a request's head to the end of its body."""
@@ -110,6 +123,7 @@ class HttpGate:
             raise Refused(400, f"the body is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise Refused(400, "the body is not a JSON object")
+        _check_fields({name: value for name, value in body.items() if value is not None})
         # by what is not given, since vLLM reads "1", 1.0 and even false as numbers
         if self._rules.adapters and (body.get("prompt_logprobs") is not None or body.get("echo") not in (None, False)):
             raise Refused(
@@ -143,6 +157,28 @@ class HttpGate:
             self._free += wanted
             async with self._freed:
                 self._freed.notify_all()
+
+
+def _check_fields(asked: Mapping[str, Any]) -> None:
+    """Raises `Refused` for what could hold the engine up."""
+    if unknown := sorted(set(asked) - FIELDS):
+        raise Refused(
+            400,
+            f"{', '.join(unknown)[:200]}: a run does not serve this beside its rollouts, which would wait for it; export a "
+            "checkpoint and ask that",
+        )
+    form = asked.get("response_format", {})
+    if not isinstance(form, dict) or form.get("type", "text") != "text":
+        raise Refused(400, "response_format: rollouts would wait for its grammar; export a checkpoint and ask that")
+    if asked.get("tool_choice", "auto") not in ("auto", "none"):
+        raise Refused(400, "tool_choice: a run serves auto and none; rollouts would wait for the grammar of a forced one")
+    for tool in asked.get("tools") or ():
+        if isinstance(tool, dict) and isinstance(tool.get("function"), dict) and tool["function"].get("strict"):
+            raise Refused(400, "tools: rollouts would wait for the grammar of a strict one; leave `strict` out")
+    for name in ("stop", "stop_token_ids", "logit_bias"):
+        given = asked.get(name, ())
+        if isinstance(given, list | dict) and len(given) > STOPS:
+            raise Refused(400, f"{name}: {len(given)} entries, and a run takes {STOPS} beside its rollouts")
 
 
 def count_sequences(body: MutableMapping[str, Any]) -> int:
