@@ -74,6 +74,8 @@ class RolloutOrder(Record):
     attempt: int
     prompt: PromptRef
     seed: int
+    eval: str = ""
+    """Name of the eval it is a sample of; empty: it is training's."""
 
 
 class Denominators(Record):

@@ -56,8 +56,13 @@ class CheckpointSchedule:
         if self.leaving is not None:
             return
         self.leaving = stop
-        if not training and version > 0 and version not in (self.last, self.under_way):
+        if self.on and not training and version > 0 and version not in (self.last, self.under_way):
             self.owed = True
+
+    def leave_early(self, stop: EndRun) -> None:
+        """A run that has trained all and still plays its last evals is told to stop: it ends as soon as it is saved, and as one
+        that was stopped."""
+        self.leaving = stop
 
     def begin(self, step: int) -> None:
         self.owed, self.under_way, self._failure = False, step, ""
@@ -91,5 +96,5 @@ class CheckpointSchedule:
         if self.last == version > 0:
             reason = reason if self.leaving.ok else f"{reason}; the checkpoint of step {version} is complete"
             return EndRun(reason, self.leaving.ok, checkpoint=version)
-        self.lost = version if self.leaving.ok else 0
+        self.lost = version if self.leaving.ok and self.on else 0
         return EndRun(f"{reason}; no checkpoint of it: {self._failure}" if self._failure else reason, self.leaving.ok)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
 from telescope.records import PromptRef, RolloutOrder
+
+EvalState = Literal["complete", "cut off", "left out"]
+"""`cut off`: the run ended before it; `left out`: the one before it still played when it was due."""
 
 
 class CoreCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,6 +93,27 @@ class ForgetRollouts(CoreCommand, frozen=True, tag="Forget"):
     rollout_ids: tuple[int, ...]
 
 
+class BeginEval(CoreCommand, frozen=True, tag="BeginEval"):
+    """An eval has begun: `samples` of each of its `prompts`. `step`: the version that it was due at."""
+
+    eval: str
+    step: int
+    prompts: int
+    samples: int
+
+
+class EndEval(CoreCommand, frozen=True, tag="EndEval"):
+    """An eval is over. All its scores were reported before, except where it was left out and never begun."""
+
+    eval: str
+    step: int
+    state: EvalState
+    failed: int
+    """Samples given up."""
+    unfinished: int
+    """Samples that had no outcome when it was cut off."""
+
+
 class UpdateWeights(CoreCommand, frozen=True, tag="Update"):
     """Bring all servers to the version. It may be the one already served, for a server that joined since."""
 
@@ -119,7 +144,7 @@ class EndRun(CoreCommand, frozen=True, tag="Stop"):
 
 AnyCommand = (
     DispatchRollout | CancelAttempt | AnnouncePrompts | PlaceRequest | RefuseRequest | RecordGroupState | TrainOnBatch
-    | IgnoreResult | ForgetRollouts | UpdateWeights | TakeCheckpoint | WarnUser | EndRun
+    | IgnoreResult | ForgetRollouts | BeginEval | EndEval | UpdateWeights | TakeCheckpoint | WarnUser | EndRun
 )  # fmt: skip
 
 Say = Callable[[AnyCommand], None]

@@ -16,8 +16,9 @@ from telescope.flow import events as seen
 from telescope.flow.batches import BatchBuilder, GroupBatch
 from telescope.flow.checkpoint_schedule import CheckpointSchedule
 from telescope.flow.counts import Counts, RunTally
+from telescope.flow.evals import EVAL_IDS, EvalGroup, Evals
 from telescope.flow.group_lifecycle import GroupLifecycle, GroupStates
-from telescope.flow.groups import GroupState, RolloutGroup
+from telescope.flow.groups import GroupState, RolloutAttempt, RolloutGroup
 from telescope.flow.lanes import Lanes
 from telescope.flow.limits import FailureLimits, Membership
 from telescope.flow.placement import Placement, TokenRequests
@@ -55,6 +56,7 @@ class Core:
         self._slots = Slots(settings)
         self._batches = BatchBuilder(settings)
         self._lanes = Lanes(settings)
+        self._evals = Evals(settings, self._lanes, self._out.append)
         self._placement = Placement(settings)
         self._versions = WeightVersions(while_training=settings.weights_while_training)
         self._checkpoints = CheckpointSchedule(settings)
@@ -67,6 +69,7 @@ class Core:
             batches=self._batches,
             lanes=self._lanes,
             requests=self._requests,
+            evals=self._evals,
             limits=self._limits,
             tally=self._tally,
             say=self._out.append,
@@ -126,6 +129,7 @@ class Core:
             lanes=placement.lanes,
             requests_waiting=len(placement.waiting),
             requests_placed=len(placement.requests) - len(placement.waiting),
+            eval_samples_left=self._evals.samples_left,
         )
 
     # ---- what has happened
@@ -170,7 +174,7 @@ class Core:
                 self._checkpoints.finish(step, cause)
             case seen.StopRequested(reason=reason, ok=ok, save=save):
                 if save and self._checkpoints.on and not ok:
-                    self._leave(do.EndRun(reason, ok))
+                    self._leave_early(do.EndRun(reason, ok))
                 else:
                     self._stop(do.EndRun(reason, ok))
 
@@ -197,6 +201,12 @@ class Core:
             for group in resumed.playing:
                 sampler.resume(group.prompt)
         self._sampler = self._groups.sampler = sampler
+        if resumed is None:
+            self._evals.begin_due(0, members.eval_sizes)
+        else:
+            self._evals.go_on(members.eval_sizes)
+            if self.version == settings.number_of_steps:
+                self._leave(self._make_end())
         ahead = settings.prompt_prefetch_buffer_size
         self._prefetch = PromptPrefetch(sampler, ahead) if ahead else None
 
@@ -228,7 +238,7 @@ class Core:
     def _take_result(self, event: seen.RolloutDone) -> None:
         rollout = self._lanes.in_flight.get((event.rollout_id, event.attempt))
         if rollout is None or rollout.cancelled:
-            self._tally.ignored += 1
+            self._tally.ignored += event.rollout_id < EVAL_IDS
             self._out.append(do.IgnoreResult(event.rollout_id, event.attempt))
             if rollout is not None:
                 self._lanes.end(rollout)
@@ -245,7 +255,8 @@ class Core:
         self._lanes.end(rollout)
         self._groups.end_attempt(rollout, counts=False)
         if not rollout.cancelled:
-            self._tally.count_failure(event.kind)
+            if not rollout.group.of_eval:
+                self._tally.count_failure(event.kind)
             self._groups.fail_attempt(rollout, event.cause, self._now, again=event.kind == TRIED_AGAIN)
 
     def _finish_update(self, version: int) -> None:
@@ -289,12 +300,16 @@ class Core:
     def _commit(self, batch: GroupBatch) -> None:
         """The version trained on the batch is served: its slots are free, and what has become too old is retired."""
         self._groups.finish_batch(batch, self.version)
+        self._evals.begin_due(self.version, self._membership.eval_sizes)
         if self.version == self.settings.number_of_steps:
-            self._leave(do.EndRun(f"all {self.version} steps are trained", ok=True))
+            self._leave(self._make_end())
         else:
             self._groups.retire_stale(self.version, self._now)
         if sentence := self._checkpoints.note_commit(self.version):
             self._out.append(do.WarnUser(sentence))
+
+    def _make_end(self) -> do.EndRun:
+        return do.EndRun(f"all {self.version} steps are trained", ok=True)
 
     def _send_weights(self) -> None:
         version = self._versions.start_update({name: server.version for name, server in self._placement.servers.items()})
@@ -312,11 +327,23 @@ class Core:
         self._stop(do.EndRun(reason, ok=False))
 
     def _leave(self, stop: do.EndRun) -> None:
-        """End the run when the step under way is trained and, where checkpoints are on, saved."""
-        if self._checkpoints.on:
+        """End the run when the step under way is trained and, where checkpoints are on, saved; one that has trained all plays
+        its evals to their end."""
+        if self._checkpoints.on or (stop.ok and self._evals.under_way):
             self._checkpoints.leave(stop, version=self.version, training=self._versions.batch is not None, now=self._now)
         else:
             self._stop(stop)
+
+    def _leave_early(self, stop: do.EndRun) -> None:
+        if self._plays_last_evals:
+            self._checkpoints.leave_early(stop)
+        self._leave(stop)
+
+    @property
+    def _plays_last_evals(self) -> bool:
+        """Whether all is trained, and the run's end waits for evals."""
+        leaving = self._checkpoints.leaving
+        return leaving is not None and leaving.ok and self._evals.under_way
 
     def _save_or_leave(self) -> None:
         checkpoints, training = self._checkpoints, self._versions.batch is not None
@@ -324,6 +351,8 @@ class Core:
             checkpoints.begin(self.version)
             self.saved = self.snapshot()
             self._out.append(do.TakeCheckpoint(self.version))
+        if self._plays_last_evals:
+            return
         if stop := checkpoints.end_if_done(version=self.version, training=training):
             self._stop(stop)
 
@@ -334,7 +363,8 @@ class Core:
             raise ValueError("a core can be saved between two steps, once it knows its prompts")
         batches, members = self._batches, self._membership
         playing = [group for group in self._slots.alive.values() if group.playing]
-        under_way = sum(rollout.tokens for rollout in self._lanes.in_flight.values() if rollout.group.playing)
+        trained = [rollout for rollout in self._lanes.in_flight.values() if not rollout.group.of_eval]
+        under_way = sum(rollout.tokens for rollout in trained if rollout.group.playing)
         return Snapshot(
             settings=self.settings,
             step=self.version,
@@ -348,6 +378,7 @@ class Core:
             discarded=save_groups(batches.discards),
             tally=self._tally.save(playing, under_way),
             limits=self._limits.state,
+            evals=self._evals.save(),
         )
 
     def _go_on_from(self, snapshot: Snapshot) -> None:
@@ -364,6 +395,7 @@ class Core:
         self._versions.restore(snapshot.step)
         self._tally.restore(snapshot.tally)
         self._limits.restore(snapshot.limits)
+        self._evals.restore(snapshot.evals)
         for group in _in_order(playing):
             for rollout in group.rollouts:
                 self._lanes.queue(rollout)
@@ -376,8 +408,12 @@ class Core:
     def _advance(self, more_than_play: bool) -> None:
         """What there was to take and to admit was taken and admitted after the event before, so that there can only be more
         where a group has moved, or where the event was about more than a rollout's play."""
-        if self._checkpoints.leaving is not None or not self._opened:
-            return  # it ends when its step is saved; or the servers have yet to get the weights that it goes on from
+        if not self._opened:
+            return  # the servers have yet to get the weights that it goes on from
+        if self._checkpoints.leaving is not None:  # it ends when its step is saved and its last evals have ended
+            if self._plays_last_evals:
+                self._dispatch()
+            return
         if more_than_play or self._states.moved:
             self._take()
             self._admit()
@@ -392,7 +428,7 @@ class Core:
         while True:
             while (group := batches.enter()) is not None:
                 self._states.move(group, GroupState.BATCHED, f"step {versions.step + (versions.batch is not None)}")
-            if self._checkpoints.owed or not (batches.is_full and versions.idle):
+            if self._checkpoints.owed or self._evals.holds_training or not (batches.is_full and versions.idle):
                 return
             self._train(batches.close())
 
@@ -417,19 +453,23 @@ class Core:
             self._groups.admit(drawn)
 
     def _dispatch(self) -> None:
-        settings, lanes, version = self.settings, self._placement.lanes, self._versions.version
+        lanes, version, first = self._placement.lanes, self._versions.version, self._evals.holds_training
         self._lanes.wake(self._now)
-        while (rollout := self._lanes.dispatch(lanes, version, self._now)) is not None:
+        while (rollout := self._lanes.dispatch(lanes, version, self._now, first)) is not None:
             group = rollout.group
             if group.v_start < 0:
                 group.v_start = version
                 self._states.reach(group, GroupState.QUEUED)
-                if self._prefetch is not None:
+                if self._prefetch is not None and not group.of_eval:
                     self._prefetch.note_sent(group.group_id)
-            sample = rollout.rollout_id % settings.group_size
-            seed = sample_seed(settings.seed, group.group_id, sample)
-            order = RolloutOrder(rollout.rollout_id, group.group_id, sample, rollout.attempt, group.prompt, seed)
+            order = self._evals.make_order(rollout, group) if isinstance(group, EvalGroup) else self._make_order(rollout)
             self._out.append(do.DispatchRollout(rollout.worker, order))
+
+    def _make_order(self, rollout: RolloutAttempt) -> RolloutOrder:
+        group, settings = rollout.group, self.settings
+        sample = rollout.rollout_id % settings.group_size
+        seed = sample_seed(settings.seed, group.group_id, sample)
+        return RolloutOrder(rollout.rollout_id, group.group_id, sample, rollout.attempt, group.prompt, seed)
 
 
 def _in_order(groups: list[RolloutGroup]) -> list[RolloutGroup]:

@@ -48,6 +48,9 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     tokens_discarded: int
     tokens_lost: int
     """Sampled tokens of failed and cancelled attempts and groups."""
+    eval_samples_left: int = 0
+    """Of the evals under way: samples without an outcome. All other counts of rollouts, groups and tokens are training's, but
+    for those that wait, run or score at the moment."""
     age_mean: float
     """Mean age of the trained groups, in versions; 0 before the first."""
     age_max: int
@@ -166,6 +169,7 @@ class RunTally:
         lanes: int,
         requests_waiting: int,
         requests_placed: int,
+        eval_samples_left: int,
     ) -> Counts:
         """A snapshot, completed by what the core holds at the moment."""
         return Counts(
@@ -180,6 +184,7 @@ class RunTally:
             lanes=lanes,
             requests_waiting=requests_waiting,
             requests_placed=requests_placed,
+            eval_samples_left=eval_samples_left,
             rollouts_generated=self.generated,
             rollouts_trained=self.trained,
             rollouts_discarded=self.discarded,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from telescope.flow import commands as do
 from telescope.flow.batches import BatchBuilder, GroupBatch
 from telescope.flow.counts import RunTally
+from telescope.flow.evals import EvalGroup, Evals
 from telescope.flow.groups import GroupState, RolloutAttempt, RolloutGroup, RolloutStatus, is_further, transition
 from telescope.flow.lanes import Lanes
 from telescope.flow.limits import FailureLimits
@@ -48,6 +49,8 @@ class GroupStates:
 
     def reach(self, group: RolloutGroup, state: GroupState) -> None:
         """The group has come to a point of its play; only the first of its rollouts to do so moves it."""
+        if group.of_eval:
+            return
         if state is not group.state and is_further(state, group.state) and group.playing:
             self.move(group, state)
 
@@ -64,6 +67,7 @@ class GroupLifecycle:
         batches: BatchBuilder,
         lanes: Lanes,
         requests: TokenRequests,
+        evals: Evals,
         limits: FailureLimits,
         tally: RunTally,
         say: do.Say,
@@ -75,6 +79,7 @@ class GroupLifecycle:
         self._batches = batches
         self._lanes = lanes
         self._requests = requests
+        self._evals = evals
         self._limits = limits
         self._tally = tally
         self._say = say
@@ -103,11 +108,14 @@ class GroupLifecycle:
     def end_attempt(self, rollout: RolloutAttempt, counts: bool, why: str = "its rollout has ended") -> None:
         """Its worker has answered, or is lost."""
         self._requests.withdraw(rollout, why)
-        if not counts:
+        if not counts and not rollout.group.of_eval:
             self._tally.tokens_lost += rollout.tokens
 
     def finish(self, rollout: RolloutAttempt, reward: float, completion_tokens: int) -> None:
         """The rollout has its reward."""
+        if isinstance(rollout.group, EvalGroup):
+            self._evals.settle(rollout, rollout.group, RolloutStatus.DONE)
+            return
         rollout.status, rollout.reward, rollout.tokens = RolloutStatus.DONE, reward, completion_tokens
         self._tally.generated += 1
         self._states.reach(rollout.group, GroupState.SCORING)
@@ -123,8 +131,11 @@ class GroupLifecycle:
         else:
             rollout.failures += 1
         if again and rollout.failures < settings.max_attempts:
-            self._tally.retried += 1
+            self._tally.retried += not group.of_eval
             self._retry(rollout, now)
+            return
+        if isinstance(group, EvalGroup):
+            self._evals.settle(rollout, group, RolloutStatus.FAILED)
             return
         rollout.status = RolloutStatus.FAILED
         group.failed += 1
@@ -225,5 +236,7 @@ class GroupLifecycle:
         for group in self._slots.alive.values():
             self._states.move(group, GroupState.CANCELLED, "the run ended")
             self._tally.count_retired(group, GroupState.CANCELLED, "the run ended")
-        self._tally.tokens_lost += sum(rollout.tokens for rollout in self._lanes.in_flight.values())
+        under_way = [rollout for rollout in self._lanes.in_flight.values() if not rollout.group.of_eval]
+        self._tally.tokens_lost += sum(rollout.tokens for rollout in under_way)
+        self._evals.end_all()
         self._slots.alive.clear()

@@ -7,6 +7,7 @@ most once and the run directory gets one row a transition.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import ClassVar
 
 from telescope.maths.rounding import is_rounding
 from telescope.records import PromptRef
@@ -107,20 +108,27 @@ class RolloutAttempt:
 class RolloutGroup:
     """A group alive. Rollout ids are `group_id · G + sample`: they do not depend on the order of dispatch."""
 
+    of_eval: ClassVar[bool] = False
+    """Whether it is an eval's, and none of training."""
+
     __slots__ = (
-        "failed", "group_id", "has_lane", "in_flight", "prompt", "returned", "rollouts", "server", "state", "undecided",
-        "v_start",
+        "failed", "first_rollout", "group_id", "has_lane", "in_flight", "prompt", "returned", "rollouts", "server", "state",
+        "undecided", "v_start",
     )  # fmt: skip
 
-    def __init__(self, group_id: int, prompt: PromptRef, returned: bool, group_size: int) -> None:
+    def __init__(
+        self, group_id: int, prompt: PromptRef, returned: bool, group_size: int, first_rollout: int | None = None
+    ) -> None:
         self.group_id = group_id
+        self.first_rollout = group_id * group_size if first_rollout is None else first_rollout
+        """Id of its first rollout; the others follow."""
         self.prompt = prompt
         self.returned = returned
         """The prompt comes from an off-policy cancel; it does not return to the pool a second time."""
         self.state = GroupState.PENDING
         self.v_start = -1
         """Version served when the first rollout was sent to a worker; -1 before."""
-        self.rollouts = [RolloutAttempt(self, group_id * group_size + sample) for sample in range(group_size)]
+        self.rollouts = [RolloutAttempt(self, self.first_rollout + sample) for sample in range(group_size)]
         """Each in its present attempt."""
         self.undecided = group_size
         self.failed = 0
@@ -133,7 +141,7 @@ class RolloutGroup:
     def retry(self, rollout: RolloutAttempt) -> RolloutAttempt:
         """The rollout's next attempt, in its place."""
         following = RolloutAttempt(self, rollout.rollout_id, rollout.attempt + 1, rollout.failures, rollout.excused)
-        self.rollouts[rollout.rollout_id % len(self.rollouts)] = following
+        self.rollouts[rollout.rollout_id - self.first_rollout] = following
         return following
 
     def close(self) -> None:

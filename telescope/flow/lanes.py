@@ -2,6 +2,9 @@
 
 A rollout with a worker holds its lane and its worker's credit until the worker has answered, a cancelled one too: only the
 answer says that it has stopped.
+
+Where rollouts of training and of evals both wait, evals get a part of the lanes and at most each second start: so an eval
+always comes to its end, and training never stands still for one.
 """
 
 from __future__ import annotations
@@ -23,6 +26,43 @@ class WorkerCredits:
         """Orders that the worker has not answered."""
 
 
+EVAL_PARTS = 4
+"""While training waits for a lane, evals hold this part of all lanes at most, and one at least."""
+
+
+class Line:
+    """Rollouts that wait for a lane: retried ones first, then those of the oldest group."""
+
+    def __init__(self) -> None:
+        self._fresh: deque[RolloutAttempt] = deque()
+        """Never sent out; they come in order of their ids."""
+        self._retried: list[tuple[int, int, RolloutAttempt]] = []
+
+    def put(self, rollout: RolloutAttempt) -> None:
+        if rollout.attempt:
+            heappush(self._retried, (rollout.rollout_id, rollout.attempt, rollout))
+        else:
+            self._fresh.append(rollout)
+
+    def first(self) -> RolloutAttempt | None:
+        """The next one, left where it is; those that were given up meanwhile are dropped."""
+        retried, fresh, waiting = self._retried, self._fresh, RolloutStatus.WAITING
+        while retried and retried[0][2].status is not waiting:
+            heappop(retried)
+        if retried:
+            return retried[0][2]
+        while fresh and fresh[0].status is not waiting:
+            fresh.popleft()
+        return fresh[0] if fresh else None
+
+    def drop_first(self) -> None:
+        """The one that `first` has just named leaves the line."""
+        if self._retried:
+            heappop(self._retried)
+        else:
+            self._fresh.popleft()
+
+
 class Lanes:
     """Rollouts waiting and running."""
 
@@ -30,9 +70,11 @@ class Lanes:
         self._individual = settings.enable_individual_sample_lanes
         self._deadline_s = settings.rollout_deadline_s
         self._cancel_deadline_s = settings.cancel_deadline_s
-        self._fresh: deque[RolloutAttempt] = deque()
-        """Never sent out; they come in order of their ids."""
-        self._retried: list[tuple[int, int, RolloutAttempt]] = []
+        self._training, self._evals = Line(), Line()
+        self._evals_running = 0
+        """Attempts of evals that workers hold."""
+        self._eval_was_last = False
+        """Whether the last rollout to start was an eval's."""
         self._resting: list[tuple[float, int, RolloutAttempt]] = []
         self._freest = Ranking()
         self._groups_with_lane = 0
@@ -81,10 +123,7 @@ class Lanes:
                 self._line_up(rollout)
 
     def _line_up(self, rollout: RolloutAttempt) -> None:
-        if rollout.attempt:
-            heappush(self._retried, (rollout.rollout_id, rollout.attempt, rollout))
-        else:
-            self._fresh.append(rollout)
+        (self._evals if rollout.group.of_eval else self._training).put(rollout)
 
     def give_up(self, rollout: RolloutAttempt) -> None:
         """One that waits will not be played."""
@@ -96,30 +135,34 @@ class Lanes:
         """Rollouts that run and hold no lane any more."""
         return len(self.in_flight) - self._generating
 
-    def dispatch(self, lanes: int, version: int, now: float) -> RolloutAttempt | None:
-        """Start the first waiting rollout if one of the `lanes` of all servers and a credit are free."""
-        retried, fresh, waiting = self._retried, self._fresh, RolloutStatus.WAITING
-        while retried and retried[0][2].status is not waiting:
-            heappop(retried)
-        while not retried and fresh and fresh[0].status is not waiting:
-            fresh.popleft()
-        if not retried and not fresh:
+    def dispatch(self, lanes: int, version: int, now: float, evals_first: bool = False) -> RolloutAttempt | None:
+        """Start the first waiting rollout if one of the `lanes` of all servers and a credit are free. `evals_first`: training
+        waits for an eval's end, so an eval's rollout goes before any of training's."""
+        chosen = self._choose(lanes, evals_first)
+        if chosen is None:
             return None
-        rollout = retried[0][2] if retried else fresh[0]
-        if not self._has_lane(rollout.group, lanes):
-            return None
+        line, rollout = chosen
         name = self._freest.first()
         if name is None:
             return None
         worker = self.workers[name]
         if worker.taken >= worker.capacity:
             return None
-        if retried:
-            heappop(retried)
-        else:
-            fresh.popleft()
+        line.drop_first()
         self._start(rollout, name, version, now)
         return rollout
+
+    def _choose(self, lanes: int, evals_first: bool) -> tuple[Line, RolloutAttempt] | None:
+        """The rollout to start next and its line, of those that have a lane."""
+        trained, played = self._training.first(), self._evals.first()
+        if played is None:
+            return (self._training, trained) if trained is not None and self._has_lane(trained.group, lanes) else None
+        turn = self._evals_running < max(1, lanes // EVAL_PARTS) and not self._eval_was_last
+        order = [(self._training, trained), (self._evals, played)]
+        for line, rollout in reversed(order) if evals_first or turn else order:
+            if rollout is not None and self._has_lane(rollout.group, lanes):
+                return line, rollout
+        return None
 
     def _has_lane(self, group: RolloutGroup, lanes: int) -> bool:
         if self._individual:
@@ -132,6 +175,8 @@ class Lanes:
         self.waiting -= 1
         self.in_flight[rollout.rollout_id, rollout.attempt] = rollout
         self._generating += 1
+        self._evals_running += rollout.group.of_eval
+        self._eval_was_last = rollout.group.of_eval
         worker = self.workers[name]
         worker.taken += 1
         self._freest.put(name, worker.taken - worker.capacity)
@@ -166,6 +211,7 @@ class Lanes:
         worker.taken -= 1
         self._freest.put(rollout.worker, worker.taken - worker.capacity)
         group = rollout.group
+        self._evals_running -= group.of_eval
         group.in_flight -= 1
         if not group.in_flight:
             self.leave_lane(group)

@@ -9,12 +9,16 @@ from telescope.flow import events as seen
 from telescope.flow.settings import FlowSettings
 from telescope.records import EnvironmentCard
 
+EVAL_SPLIT = "eval"
+
 
 class Membership:
     """Compares the workers' cards with each other, and watches for roles that nobody fills."""
 
     def __init__(self, settings: FlowSettings) -> None:
-        self._labels = [label for label, _ in settings.environments]
+        self._trained = [label for label, _ in settings.environments]
+        self._evals = {rules.environment: rules.name for rules in reversed(settings.evals)}
+        self._labels = list(dict.fromkeys([*self._trained, *self._evals]))
         self._split = settings.split
         self._deadline_s = settings.absence_deadline_s
         self._first: tuple[str, dict[str, EnvironmentCard]] | None = None
@@ -24,7 +28,13 @@ class Membership:
     def split_sizes(self) -> dict[str, int]:
         """Prompts of each environment, by label; once a worker has joined without complaint."""
         cards = self._first[1] if self._first else {}
-        return {label: card.split_sizes[self._split] for label, card in cards.items()}
+        return {label: cards[label].split_sizes[self._split] for label in self._trained if label in cards}
+
+    @property
+    def eval_sizes(self) -> dict[str, int]:
+        """Prompts in the eval split of each environment that an eval plays."""
+        cards = self._first[1] if self._first else {}
+        return {label: cards[label].split_sizes[EVAL_SPLIT] for label in self._evals if label in cards}
 
     @property
     def digests(self) -> dict[str, str]:
@@ -39,8 +49,14 @@ class Membership:
         for label in self._labels:
             if label not in cards:
                 return f"{event.worker} did not load environments.{label}: it reports {sorted(cards) or 'none'}"
-            if cards[label].split_sizes.get(self._split, 0) < 1:
+            sizes = cards[label].split_sizes
+            if label in self._trained and sizes.get(self._split, 0) < 1:
                 return f"environments.{label} has no prompt in its split {self._split!r}: there is nothing to draw"
+            if label in self._evals and sizes.get(EVAL_SPLIT, 0) < 1:
+                return (
+                    f"evals.{self._evals[label]} plays the eval split of {label}, which has no prompt: hold some out, or leave "
+                    "the eval out"
+                )
         if self._first is None:
             self._first = (event.worker, {label: cards[label] for label in self._labels})
             return ""

@@ -28,6 +28,39 @@ JOURNAL_NAMES = {
 """Names that journals and checkpoints have given them from the first on, and keep: so that any version reads any of these."""
 
 
+class EvalRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One eval, as far as it decides scheduling. Raises ValueError with a whole sentence."""
+
+    name: str
+    environment: str
+    """Label of the environment whose eval split it plays."""
+    every: int = 0
+    """It is due at each version that this divides; 0: at the first and the last alone."""
+    num_samples: int = 1
+    """Of each prompt."""
+    num_prompts: int = 0
+    """The first so many of the split; 0: all of them."""
+    baseline: bool = True
+    """Before the first step too."""
+    final: bool = True
+    """After the last step too, whether or not `every` divides it."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 0), ("num_samples", 1), ("num_prompts", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"evals.{self.name}.{name}={getattr(self, name)} must be at least {least}")
+
+    def is_due(self, version: int, *, last: bool) -> bool:
+        if version == 0:
+            return self.baseline
+        return (last and self.final) or (self.every > 0 and version % self.every == 0)
+
+    def plays_as(self, other: EvalRules) -> bool:
+        """Whether both play the same samples, whenever that is."""
+        names = ("name", "environment", "num_samples", "num_prompts")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+
 class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename=JOURNAL_NAMES):
     """Settings of one core. Raises ValueError with a whole sentence where a value makes no sense."""
 
@@ -90,6 +123,11 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     checkpoint_stop_timeout_s: float = 120.0
     """A run that is told to stop waits no longer than this for its step and its checkpoint."""
 
+    evals: tuple[EvalRules, ...] = ()
+    """In the order in which they play where several are due."""
+    evals_hold_training: bool = False
+    """The trainer gets no batch while an eval plays: servers that sleep while it trains would lose what they generate."""
+
     def __post_init__(self) -> None:
         for name in ("number_of_steps", "prompts_batch_size_for_trainer", "group_size", "max_off_policy_steps",
                      "min_group_size", "max_attempts", "max_concurrent_prompts_per_server", "failed_batches_limit",
@@ -126,6 +164,9 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         strangers = sorted(set(self.curricula) - set(labels))
         if strangers:
             raise ValueError(f"curricula names {strangers[0]}, and the environments are {labels}")
+        names = [rules.name for rules in self.evals]
+        if len(set(names)) != len(names):
+            raise ValueError(f"evals {names} name one twice; give each its own name")
         for label, weight in self.environments:
             if not 0 < weight < float("inf"):
                 raise ValueError(f"environments.{label}.weight={weight} must be a finite number above 0")

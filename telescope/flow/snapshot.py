@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from telescope.flow.counts import RunTallyState
+from telescope.flow.evals import SavedEvals
 from telescope.flow.groups import GroupState, RolloutGroup, RolloutStatus
 from telescope.flow.limits import FailureLimitsState
 from telescope.flow.prompt_sampler import DataPosition
@@ -63,6 +64,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Discarded ones that count in those of the next batch that fills up."""
     tally: RunTallyState
     limits: FailureLimitsState
+    evals: SavedEvals = SavedEvals()
 
     @property
     def complete(self) -> tuple[SavedGroup, ...]:
@@ -97,7 +99,8 @@ def find_refusal(snapshot: Snapshot, settings: FlowSettings) -> str:
             f"the checkpoint of step {snapshot.step} was made with environments {', '.join(labels)}, and this run has "
             f"{', '.join(others)}: name the same ones, in the same order"
         )
-    if settings.number_of_steps <= snapshot.step:
+    unplayed = snapshot.evals.rounds and settings.number_of_steps == snapshot.step
+    if settings.number_of_steps <= snapshot.step and not unplayed:
         return (
             f"number_of_steps={settings.number_of_steps} is reached: the checkpoint is of step {snapshot.step}; raise "
             "number_of_steps to train on"
@@ -118,7 +121,7 @@ def compare_sizes(snapshot: Snapshot, sizes: Mapping[str, int]) -> str:
 
 def compare_digests(snapshot: Snapshot, digests: Mapping[str, str]) -> str:
     """Which environments are not those of the snapshot, though they have as many prompts; empty where all are."""
-    changed = [f"environments.{label}" for label, digest in digests.items() if snapshot.digests.get(label) != digest]
+    changed = [f"environments.{label}" for label, digest in digests.items() if snapshot.digests.get(label, digest) != digest]
     return f"{', '.join(changed)}: prompts or settings are not those of the checkpoint" if changed else ""
 
 

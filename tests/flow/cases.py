@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from telescope.flow.settings import FlowSettings
+from telescope.flow.settings import EvalRules, FlowSettings
 from tests.flow.harness import Manners, equal, mixed, sometimes_equal
 
 T = TypeVar("T")
@@ -18,6 +18,17 @@ LANES = (
     {"enable_individual_sample_lanes": True, "free_lane_after_generation": True},
     {"enable_individual_sample_lanes": True, "adaptive_concurrency": True},
     {"enable_individual_sample_lanes": True, "free_lane_after_generation": True, "adaptive_concurrency": True},
+)
+
+
+EVALS = (
+    (),
+    (),
+    (EvalRules(name="own", environment="countdown", every=2, num_samples=2),),
+    (
+        EvalRules(name="own", environment="countdown", every=1, num_samples=3, num_prompts=2, baseline=False),
+        EvalRules(name="other", environment="wordle", every=3, final=False),
+    ),
 )
 
 
@@ -45,6 +56,8 @@ def any_settings(pick: Pick) -> FlowSettings:
         weights_while_training=pick([True, False]),
         failed_batches_limit=pick([2, 50]),
         discarded_batches_limit=3,
+        evals=pick(EVALS),
+        evals_hold_training=pick([False, False, False, True]),
     )
 
 

@@ -48,6 +48,7 @@ class Manners:
     server_capacity: int = 1000
     """Requests a server takes at once."""
     prompts: int = 50
+    eval_prompts: int = 3
     most_turns: int = 2
     generate_s: float = 1.0
     straggler_share: float = 0.0
@@ -235,9 +236,10 @@ class World:
     # ---- workers
 
     def cards(self) -> tuple[EnvironmentCard, ...]:
-        return tuple(
-            EnvironmentCard(label, {self.settings.split: self.manners.prompts}, "d") for label, _ in self.settings.environments
-        )
+        """Of what is trained on, and of what evals alone play."""
+        sizes = {self.settings.split: self.manners.prompts, "eval": self.manners.eval_prompts}
+        labels = [label for label, _ in self.settings.environments] + [rules.environment for rules in self.settings.evals]
+        return tuple(EnvironmentCard(label, sizes, "d") for label in dict.fromkeys(labels))
 
     def _worker_up(self, name: str) -> None:
         life = self._worker_lives[name] = self._worker_lives.get(name, 0) + 1

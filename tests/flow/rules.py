@@ -24,6 +24,10 @@ NEXT = {
 FINAL = ("trained", "discarded", "cancelled", "failed")
 
 
+FIRST_EVAL = 2**52
+"""Ids of evals' rollouts and groups begin here."""
+
+
 class Broken(AssertionError):
     """A rule was broken; the sentence says which."""
 
@@ -65,6 +69,16 @@ class Known:
     restored: bool = False
 
 
+@dataclass
+class Eval:
+    """One eval under way."""
+
+    samples: int
+    ids: set[int] = field(default_factory=set)
+    """Of its rollouts that were sent out."""
+    scored: set[int] = field(default_factory=set)
+
+
 class Rules:
     """Fed each event with the commands it gave; raises `Broken` at the first broken rule."""
 
@@ -98,6 +112,13 @@ class Rules:
         self.refused: set[str] = set()
         self.groups: dict[int, Known] = {}
         self.forgotten: set[int] = set()
+        self.evals: dict[tuple[str, int], Eval] = {}
+        self.evals_ended: dict[tuple[str, int], do.EndEval] = {}
+        self.eval_of: dict[int, tuple[str, int]] = {}
+        """By the id of a rollout."""
+        self.evals_running_most = 0
+        self.restored_evals: set[tuple[str, int]] = set()
+        self.group_id_of_eval: dict[int, int] = {}
         self.in_training: tuple[int, ...] = ()
         self.training: int | None = None
         self.trained_step = 0
@@ -113,6 +134,11 @@ class Rules:
     def _go_on_from(self, resumed: Snapshot) -> None:
         self.version = self.trained_step = self.begun_at = resumed.step
         self.next_group = resumed.position.next_group
+        for saved in resumed.evals.rounds:
+            key = (saved.rules.name, saved.step)
+            self.restored_evals.add(key)
+            samples = saved.prompts * saved.rules.num_samples
+            self.evals[key] = Eval(samples, set(range(saved.first_id, saved.first_id + samples)), set(saved.scored))
         states = {"pending": resumed.playing, "kept": resumed.kept, "batched": resumed.forming,
                   "discarded": (*resumed.baseline, *resumed.discarded)}  # fmt: skip
         for state, groups in states.items():
@@ -178,7 +204,10 @@ class Rules:
                 order = self.orders.pop((event.rollout_id, event.attempt), None)
                 if order is None or order.cancelled:
                     return False
-                self.group_of(event.rollout_id).rewards[event.rollout_id] = event.reward
+                if event.rollout_id >= FIRST_EVAL:
+                    self.evals[self.eval_of[event.rollout_id]].scored.add(event.rollout_id)
+                else:
+                    self.group_of(event.rollout_id).rewards[event.rollout_id] = event.reward
                 return True
             case seen.RolloutFailed():
                 self.orders.pop((event.rollout_id, event.attempt), None)
@@ -240,11 +269,13 @@ class Rules:
     # ---- commands
 
     def group_of(self, rollout_id: int) -> Known:
+        if rollout_id >= FIRST_EVAL:
+            return self.groups[self.group_id_of_eval[rollout_id]]
         return self.groups[rollout_id // self.settings.group_size]
 
     @property
     def alive(self) -> int:
-        return sum(group.holds_slot for group in self.groups.values())
+        return sum(group.holds_slot for number, group in self.groups.items() if number < FIRST_EVAL)
 
     def _check(self, command: do.AnyCommand, event: seen.AnyEvent) -> None:
         match command:
@@ -271,12 +302,18 @@ class Rules:
                 self._train(command)
             case do.ForgetRollouts():
                 keep(not self.forgotten & set(command.rollout_ids), f"{command} forgets a rollout twice")
-                for rollout_id in command.rollout_ids:
+                for rollout_id in (number for number in command.rollout_ids if number < FIRST_EVAL):
                     state = self.group_of(rollout_id).state
                     keep(state in FINAL, f"rollout {rollout_id} is forgotten while its group is {state}")
                 self.forgotten |= set(command.rollout_ids)
             case do.IgnoreResult():
                 keep(isinstance(event, seen.RolloutDone), f"{command} answers {event}")
+            case do.BeginEval(eval=name, step=step, prompts=prompts, samples=samples):
+                keep((name, step) not in self.evals and (name, step) not in self.evals_ended, f"{command} comes twice")
+                keep(step == self.version, f"{command} at version {self.version}")
+                self.evals[name, step] = Eval(prompts * samples)
+            case do.EndEval():
+                self._end_eval(command)
             case do.UpdateWeights():
                 keep(self.travelling is None, f"{command} while version {self.travelling} is on its way")
                 keep(command.version == self.trained_step, f"{command}, but the trainer holds version {self.trained_step}")
@@ -297,6 +334,10 @@ class Rules:
     def _run(self, command: do.DispatchRollout) -> None:
         order, settings = command.order, self.settings
         key = (order.rollout_id, order.attempt)
+        if order.eval:
+            self._run_of_eval(command)
+            return
+        keep(order.rollout_id < FIRST_EVAL, f"{command} has an eval's id")
         group = self.groups[order.group_id]
         keep(self.opened, f"{command} before any server serves version {self.version}")
         keep(order.rollout_id == order.group_id * settings.group_size + order.sample, f"{order} has the wrong id")
@@ -313,6 +354,47 @@ class Rules:
         self.orders[key] = Order(command.worker)
         self._lanes(command, opens)
 
+    def _run_of_eval(self, command: do.DispatchRollout) -> None:
+        order = command.order
+        rules = next(rules for rules in self.settings.evals if rules.name == order.eval)
+        keep(self.opened, f"{command} before any server serves version {self.version}")
+        keep(order.prompt.split == "eval" and order.prompt.environment == rules.environment, f"{command}: another prompt")
+        keep(min(order.rollout_id, order.group_id) >= FIRST_EVAL, f"{command} has an id of training")
+        begun = [key for key in self.evals if key[0] == order.eval]
+        known = [key for key in begun if order.rollout_id in self.evals[key].ids]
+        known = known or [key for key in begun if len(self.evals[key].ids) < self.evals[key].samples]
+        keep(bool(known), f"{command}: no such eval is under way, or it has all its samples")
+        key = known[0]
+        self.eval_of[order.rollout_id] = key
+        self.group_id_of_eval[order.rollout_id] = order.group_id
+        group = self.groups.setdefault(order.group_id, Known(v_start=self.version, holds_slot=False))
+        opens = not group.attempts
+        keep(group.prompt in (None, order.prompt), f"{command}: the group's prompt was {group.prompt}")
+        keep(order.rollout_id not in self.evals[key].scored, f"{command}: it has its score")
+        keep(order.attempt == group.attempts.get(order.rollout_id, -1) + 1, f"{command} skips or repeats an attempt")
+        held = sum(other.worker == command.worker for other in self.orders.values())
+        keep(held < self.workers.get(command.worker, 0), f"{command}: the worker holds {held} orders")
+        self.evals[key].ids.add(order.rollout_id)
+        group.prompt, group.attempts[order.rollout_id] = order.prompt, order.attempt
+        self.orders[order.rollout_id, order.attempt] = Order(command.worker)
+        self._lanes(command, opens)
+        self.evals_running_most = max(self.evals_running_most, sum(number >= FIRST_EVAL for number, _ in self.orders))
+
+    def _end_eval(self, command: do.EndEval) -> None:
+        key = (command.eval, command.step)
+        keep(key not in self.evals_ended, f"{command} comes twice")
+        self.evals_ended[key] = command
+        if command.state == "left out":
+            keep(key not in self.evals, f"{command}: it had begun")
+            return
+        known = self.evals.pop(key, None)
+        if known is None or key in self.restored_evals:
+            return  # a checkpoint's; its first part is another attempt's
+        scored = len(known.scored)
+        whole = scored + command.failed + command.unfinished
+        keep(whole == known.samples, f"{command}: {scored} scored of {known.samples}")
+        keep(command.state == "cut off" or command.unfinished == 0, f"{command} is not complete")
+
     def _lanes(self, command: do.DispatchRollout, opens: bool) -> None:
         """A lost server takes its lanes with it: what runs goes on, and so does a group that holds its lane."""
         settings = self.settings
@@ -321,8 +403,12 @@ class Rules:
             lanes = sum(map(self._lanes_of, self.servers))
             self.most_lanes, self.fewest_lanes = max(self.most_lanes, lanes), min(self.fewest_lanes, lanes)
         else:
-            held = {rollout_id // settings.group_size for rollout_id, _ in self.orders}
-            held |= {number for number, group in self.groups.items() if group.v_start >= 0 and group.state in PLAYING}
+            held = {self.group_id_of_eval.get(rollout_id, rollout_id // settings.group_size) for rollout_id, _ in self.orders}
+            held |= {
+                number
+                for number, group in self.groups.items()
+                if group.v_start >= 0 and group.state in PLAYING and number < FIRST_EVAL
+            }
             used, lanes = len(held), len(self.servers) * settings.max_concurrent_prompts_per_server
         keeps_its_lane = not settings.enable_individual_sample_lanes and not opens and lanes > 0
         keep(used <= lanes or keeps_its_lane, f"{command}: {used} of {lanes} lanes are used")
@@ -381,6 +467,8 @@ class Rules:
 
     def _train(self, command: do.TrainOnBatch) -> None:
         settings = self.settings
+        first = [name for name, step in self.evals if step == 0 or settings.evals_hold_training]
+        keep(not first, f"{command} while {first} play, which training waits for")
         keep(self.training is None, f"{command} while step {self.training} is in training")
         keep(self.opened, f"{command} before any server serves version {self.version}")
         keep(settings.weights_while_training or self.travelling is None, f"{command} while the trainer sends")
@@ -423,11 +511,16 @@ class Rules:
 
     def _stop(self, command: do.EndRun) -> None:
         self.stop = command
-        left = {number: group.state for number, group in self.groups.items() if group.state not in FINAL}
+        keep(not self.evals, f"evals were lost at the end: {list(self.evals)}")
+        left = {
+            number: group.state for number, group in self.groups.items() if group.state not in FINAL and number < FIRST_EVAL
+        }
         keep(not left, f"groups were lost at the end: {left}")
         if command.ok:
             keep(self.version == self.settings.number_of_steps, f"{command} at version {self.version}")
             steps = self.settings.number_of_steps - self.begun_at
             keep(len(self.steps) == steps, f"{len(self.steps)} Train commands")
-            for group in self.groups.values():
+            cut_off = [key for key, ended in self.evals_ended.items() if ended.state == "cut off"]
+            keep(not cut_off or bool(self.restored_evals), f"{cut_off} were cut off, though all is trained")
+            for group in (group for number, group in self.groups.items() if number < FIRST_EVAL):
                 keep(group.trained == (group.state == "trained"), f"a trained group ended as {group.state}")

@@ -8,7 +8,9 @@ the core decides otherwise on purpose, the journal is recorded anew in the same 
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,4 +73,11 @@ def test_journals_that_an_earlier_version_wrote_replay(name: str):
     assert found.disagreement is None, str(found.disagreement)
     assert found.events == len(lines) - 1
     first = read_opening(lines[0])
-    assert encode_opening(first.settings, first.snapshot) == lines[0]
+    assert holds(json.loads(lines[0]), json.loads(encode_opening(first.settings, first.snapshot)))
+
+
+def holds(written: Any, again: Any) -> bool:
+    """Whether all that was written is there again under its name; what is younger may stand beside it."""
+    if isinstance(written, dict):
+        return all(name in again and holds(value, again[name]) for name, value in written.items())
+    return bool(written == again)
