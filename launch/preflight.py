@@ -114,11 +114,12 @@ def _check_environments(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
     if find_missing(as_json(config), read_own_environment()):
         return  # they may be settings of the environment, and are said already
     own = []
-    for label, entry in config.environments.items():
+    for label, entry in config.played.items():
         try:
             kind = plugins.load(plugins.ENVIRONMENTS, entry.name, config.plugin_path)
         except plugins.PluginError as error:
-            yield f"environments.{label}: {error}"
+            where = "environments" if label in config.environments else "evals"
+            yield f"{where}.{label}: {error}"
             continue
         if not kind.__module__.startswith(SHIPPED):
             own.append(label)

@@ -165,7 +165,7 @@ def _add_variables(process: ProcessPlan, config: RunConfig) -> ProcessPlan:
     transport: Any = config.weight_sync.transport_kwargs
     own: dict[ProcessRole, Any] = {
         "orchestrator": (),
-        "worker": [entry.kwargs for entry in config.environments.values()],
+        "worker": [entry.kwargs for entry in config.played.values()],
         "server": [config.inference.api_key, config.inference.vllm, transport],
         "trainer": transport,
     }

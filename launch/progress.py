@@ -87,6 +87,8 @@ class ProgressDisplay:
         self._told = False
         """The orchestrator has written how the run stands."""
         self._alerts, self._alerted_at = 0, float("-inf")
+        self._evals = 0
+        """Evals that were told."""
 
     def start(self, begun: int, processes: int) -> None:
         """So many have been begun; called after each."""
@@ -107,6 +109,7 @@ class ProgressDisplay:
             self._starting(waits, str(status["missing"][0]))
             return
         self._alert(status)
+        self._tell_evals(status)
         if self._console.tty:
             self._console.live(format_status(status))
             return
@@ -124,6 +127,15 @@ class ProgressDisplay:
         more = count - self._alerts - 1
         self._console.say(f"alert: {status.get('alert')}" + (f" ({more} more before it: the stream `alerts`)" if more else ""))
         self._alerts, self._alerted_at = count, now
+
+    def _tell_evals(self, status: Mapping[str, Any]) -> None:
+        """Each eval that has ended since the last look, a line each."""
+        count, lines = status.get("evals"), status.get("latest_evals")
+        if not isinstance(count, int) or not isinstance(lines, list) or count <= self._evals:
+            return
+        for line in lines[-(count - self._evals) :]:
+            self._console.say(str(line))
+        self._evals = count
 
     def _starting(self, line: str, name: str) -> None:
         """`name`: the process whose last words are shown."""

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from telescope.compose.options import MISSING, PLUGIN_GROUPS, defaults_of
 from telescope.config import plugins
+from telescope.config.evals import EvalEntry
 from telescope.config.run import RunConfig
 from telescope.config.sections import EnvironmentEntry
 from telescope.config.slurm import SlurmGroup, SlurmSettings
@@ -46,6 +47,8 @@ ABOUT = {
     "cluster": "How many processes run, and on which hosts. `cluster=NAME` chooses.",
     "logging": "What is kept and shown, and Weights & Biases.",
     "environments": "What is trained on. `env=[NAME, …]` makes an entry `environments.NAME`; `kwargs` are its own settings.",
+    "eval": "What all evals share: when, how many prompts and answers, how they are sampled, and what passes.",
+    "evals": "What one eval has of its own, by its name.",
     "sandbox": "Where programs run that a model wrote: `sandbox` among the settings of an environment that runs some.",
 }
 """What each page says first, in the order of the tree."""
@@ -81,7 +84,7 @@ def _sections() -> dict[str, list[str]]:
     """The tables of each page."""
     sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
     parts = {name: part for name, part in sections.items() if isinstance(part, type) and issubclass(part, Settings)}
-    found = {"run": [_table("Top level", RunConfig, "", without=(*parts, "environments"))]}
+    found = {"run": [_table("Top level", RunConfig, "", without=(*parts, "environments", "evals"))]}
     for name, part in parts.items():
         if name in PLUGIN_GROUPS:
             found[name] = [*_plugin_tables(name, PLUGIN_GROUPS[name], name)]
@@ -93,6 +96,7 @@ def _sections() -> dict[str, list[str]]:
     ]
     entry = _table("environments.&lt;name&gt;", EnvironmentEntry, "environments.<name>.")
     found["environments"] = [entry, *_plugin_tables("env", PLUGIN_GROUPS["env"], "environments.<name>.kwargs")]
+    found["evals"] = [_table("evals.&lt;name&gt;", EvalEntry, "evals.<name>.")]
     shared = _table("sandbox", SandboxSettings, "sandbox.")
     found["sandbox"] = [shared, *_plugin_tables("sandbox.provider", plugins.SANDBOXES, "sandbox")]
     return found

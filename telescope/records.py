@@ -38,6 +38,8 @@ class EnvironmentCard(Record):
     """Hash over the environment's settings and prompts: two workers that disagree would train on different data."""
     too_long: int = 0
     """Train prompts that left no room for an answer; they are not among `split_sizes`, and are never drawn."""
+    in_training: int = 0
+    """Prompts of its eval split that an eval plays and that are trained on too, as far as was looked."""
 
 
 class ModelFacts(Record):

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from telescope.config import plugins, vllm_arguments
+from telescope.config.evals import find_mistakes
 from telescope.config.free_text import find_literal_secrets
 from telescope.config.models import attention_heads, layers
 from telescope.config.precision import refuse_training_dtype, warn_of_training_dtype
 from telescope.config.run import RunConfig
 from telescope.config.sections import WeightSyncSettings
+from telescope.flow.limits import EVAL_SPLIT
 from telescope.weights.base import Transport
 
 MOST_LANES = 1_000_000
@@ -47,7 +49,30 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_backend(config),
         *_shared_rows(config),
         *_checkpoints(config),
+        *_evals(config),
     ]
+
+
+def _evals(config: RunConfig) -> Iterator[Conflict]:
+    mistakes = find_mistakes(
+        config.eval,
+        config.evals,
+        config.environments,
+        number_of_steps=config.number_of_steps,
+        max_model_len=config.inference.max_model_len,
+    )
+    for paths, sentence in mistakes:
+        yield Conflict(paths, sentence)
+    for one in config.active_evals:
+        entry = config.played[one.label]
+        kind = plugins.load(plugins.ENVIRONMENTS, entry.name, config.plugin_path)
+        if EVAL_SPLIT not in kind.splits:
+            where = f"evals.{one.name}" if one.name in config.evals else "eval.every"
+            yield Conflict(
+                (where,),
+                f"{where}: the environment {entry.name!r} of {one.label} has no eval split, and what is trained on can't be "
+                "evaluated: name the evals that are to play in `evals`, or give the environment one (docs/evals.md)",
+            )
 
 
 def _lengths(config: RunConfig) -> Iterator[Conflict]:

@@ -97,13 +97,15 @@ NAMES: dict[str, str] = {
         ),
         _LATER,
     ),
+    "eval_before_training": "eval.baseline",
+    "eval_after_training": "eval.final",
+    "eval_every": "eval.every",
+    "pass_k": "eval.pass_at_k",
     **dict.fromkeys(
-        (
-            *("eval_before_training", "eval_after_training", "eval_num_servers", "eval_start_end_use_all_servers"),
-            *("eval_every", "separate_eval_samples", "pass_k", "evals"),
-        ),
-        "Evals are not there yet",
+        ("eval_num_servers", "eval_start_end_use_all_servers"),
+        f"{_GONE}: evals play on all servers, beside training",
     ),
+    "separate_eval_samples": f"{_GONE}: an eval plays its environment's eval split, which training never sees",
     # what other trainers call it
     "lr": "trainer.learning_rate",
     "max_grad_norm": "trainer.grad_clip",

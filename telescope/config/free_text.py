@@ -111,6 +111,7 @@ def find_literal_secrets(config: RunConfig) -> list[str]:
     """A sentence for each key that was typed in, by its shape or by what its setting is called, with the line to type."""
     places = {
         **{f"environments.{label}.kwargs": entry.kwargs for label, entry in config.environments.items()},
+        **{f"evals.{name}.kwargs": entry.kwargs for name, entry in config.evals.items()},
         "weight_sync.transport_kwargs": config.weight_sync.transport_kwargs,
         "inference.vllm": config.inference.vllm,
         "cluster.env": config.cluster.env,

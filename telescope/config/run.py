@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from pydantic_core import PydanticCustomError
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config import plugins
+from telescope.config.evals import Eval, EvalEntry, EvalSettings, is_of_its_own, make_evals, make_own_environments
 from telescope.config.redacted_output import hide_variables
 from telescope.config.redaction import Redactor, find_secret_values, spell_all
 from telescope.config.resume import FIXED
@@ -54,6 +56,7 @@ from telescope.settings import Settings
 S = TypeVar("S", bound=Settings)
 
 FORMAT = 1
+EVAL_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 NOT_HASHED = ("name", "run_dir")
 """Where a run lies and what it is called do not change what it computes."""
 STANDPOINT = ("node_rank", "interface", "head", "key_file")
@@ -118,6 +121,9 @@ class RunConfig(Settings):
     """Log in more detail (level DEBUG) in every process."""
     model: ModelSettings = Field(default_factory=ModelSettings)
     environments: dict[str, EnvironmentEntry]
+    eval: EvalSettings = Field(default_factory=EvalSettings)
+    evals: dict[str, EvalEntry] = Field(default_factory=dict)
+    """Evals by name, e.g. `'+evals.math500={every:20}'`; each may differ from `eval`. Empty: see `eval.every`."""
     orchestrator: OrchestratorSettings = Field(default_factory=OrchestratorSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
@@ -147,6 +153,29 @@ class RunConfig(Settings):
             return entries
         return _complete_all(entries, info.data.get("plugin_path", ()), _environ_of(info))
 
+    @field_validator("evals")
+    @classmethod
+    def _evals(cls, entries: dict[str, EvalEntry], info: ValidationInfo) -> dict[str, EvalEntry]:
+        """Names fit into names of metrics; the kwargs of an environment of its own are checked and completed like those of
+        `environments`."""
+        for name in entries:
+            if not EVAL_NAME.fullmatch(name):
+                raise ValueError(
+                    f"evals.{name}: the name of an eval has letters, digits, '_' and '-' (100 at most), since metrics are "
+                    "called after it"
+                )
+        if info.context is not None and info.context.get("resolved"):
+            return entries
+        environments = info.data.get("environments", {})
+        own = make_own_environments(entries, environments)
+        completed = _complete_all(own, info.data.get("plugin_path", ()), _environ_of(info))
+        return {
+            name: entry.model_copy(update={"kwargs": completed[name].kwargs})
+            if is_of_its_own(name, entry, environments)
+            else entry
+            for name, entry in entries.items()
+        }
+
     @field_validator("weight_sync")
     @classmethod
     def _transport_takes_its_settings(cls, sync: WeightSyncSettings, info: ValidationInfo) -> WeightSyncSettings:
@@ -172,21 +201,38 @@ class RunConfig(Settings):
         return sync.model_copy(update={"transport_kwargs": completed})
 
     def environment(self, name: str) -> Environment:
-        """Build the environment of entry `name`. Secrets given as `${oc.env:NAME}` are read here, in the process that needs
-        them. Raises `KeyError` for an unknown entry, `SecretMissing` or pydantic's ValidationError."""
-        entry = self.environments[name]
+        """Build the environment of entry `name` of `played`. Secrets given as `${oc.env:NAME}` are read here, in the process
+        that needs them. Raises `KeyError` for an unknown entry, `SecretMissing` or pydantic's ValidationError."""
+        entry = self.played[name]
         kwargs = json.dumps(reveal_all(entry.kwargs))
         environment = plugins.load(plugins.ENVIRONMENTS, entry.name, self.plugin_path)
         return environment.model_validate_json(kwargs, strict=True, context={"plugin_path": self.plugin_path})
 
+    def reward_min(self, name: str) -> float | None:
+        """Lower end of the rewards expected of entry `name` of `played`; None where nobody states it."""
+        entry = self.played[name]
+        stated = plugins.load(plugins.ENVIRONMENTS, entry.name, self.plugin_path)
+        return stated.reward_min if entry.reward_min is None else entry.reward_min
+
     def reward_range(self, name: str) -> tuple[float, float] | None:
         """Both ends of the rewards expected of entry `name`: its own, else those its environment states; None unless both are
         known."""
-        entry = self.environments[name]
+        entry = self.played[name]
         stated = plugins.load(plugins.ENVIRONMENTS, entry.name, self.plugin_path)
         low = stated.reward_min if entry.reward_min is None else entry.reward_min
         high = stated.reward_max if entry.reward_max is None else entry.reward_max
         return None if low is None or high is None else (low, high)
+
+    @property
+    def active_evals(self) -> tuple[Eval, ...]:
+        """The evals of the run, in the order in which they play."""
+        return make_evals(self.eval, self.evals, self.environments)
+
+    @property
+    def played(self) -> dict[str, EnvironmentEntry]:
+        """All environments that workers load: those that are trained on, and those that evals alone play, by the eval's
+        name."""
+        return self.environments | make_own_environments(self.evals, self.environments)
 
     @property
     def servers(self) -> int:

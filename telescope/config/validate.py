@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from telescope.config import plugins
 from telescope.config.conflicts import conflicts
+from telescope.config.evals import EvalEntry
 from telescope.config.foreign_names import find_hint
 from telescope.config.redaction import Redactor
 from telescope.config.run import RunConfig
@@ -164,7 +165,10 @@ def _inner(
 def _plugin_class(place: Place, root: Mapping[str, Any]) -> type[Settings]:
     """The settings class that stands at a place of the container: `("algorithm",)` or `("environments", "x", "kwargs")`."""
     kinds: dict[str | int, plugins.Kind[Any]] = {"algorithm": plugins.ALGORITHMS, "backend": plugins.BACKENDS}
-    holder = value_at(root, place[:-1] if place[0] == "environments" else place)
+    holder = value_at(root, place[:-1] if place[0] in ("environments", "evals") else place)
+    if place[0] == "evals":
+        name = str(holder.get("environment") or place[1])
+        return plugins.load(plugins.ENVIRONMENTS, name, root.get("plugin_path", ()))
     return plugins.load(kinds.get(place[0], plugins.ENVIRONMENTS), holder["name"], root.get("plugin_path", ()))
 
 
@@ -268,6 +272,10 @@ def setting_paths(root: Mapping[str, Any]) -> list[str]:
             entries = root.get(name)
             for entry in entries if isinstance(entries, Mapping) else ():
                 paths += [f"environments.{entry}.weight", *_plugin_paths((name, entry, "kwargs"), root)]
+        elif name == "evals":
+            entries = root.get(name)
+            for entry in entries if isinstance(entries, Mapping) else ():
+                paths += [f"evals.{entry}.{setting}" for setting in EvalEntry.model_fields]
         elif isinstance(inner, type) and issubclass(inner, Settings):
             paths += [f"{name}.{setting}" for setting in inner.model_fields]
         else:

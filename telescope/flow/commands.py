@@ -100,6 +100,8 @@ class BeginEval(CoreCommand, frozen=True, tag="BeginEval"):
     step: int
     prompts: int
     samples: int
+    first_rollout: int
+    """Id of its first rollout; the others follow, prompt by prompt."""
 
 
 class EndEval(CoreCommand, frozen=True, tag="EndEval"):

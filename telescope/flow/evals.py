@@ -137,7 +137,7 @@ class Evals:
 
     def _begin(self, of: EvalRound) -> None:
         self._rounds.append(of)
-        self._say(do.BeginEval(of.rules.name, of.step, of.prompts, of.rules.num_samples))
+        self._say(do.BeginEval(of.rules.name, of.step, of.prompts, of.rules.num_samples, of.first_id))
         self._queue(of)
 
     def _queue(self, of: EvalRound) -> None:

@@ -77,6 +77,10 @@ class Executor:
                 return self._relay.refuse(request_id, cause)
             case commands.RecordGroupState():
                 self._recorder.record_group(command)
+            case commands.BeginEval():
+                self._recorder.begin_eval(command)
+            case commands.EndEval():
+                self._recorder.end_eval(command)
             case commands.ForgetRollouts(rollout_ids=rollout_ids):
                 self._store.forget(rollout_ids)
             case commands.TrainOnBatch():
@@ -149,7 +153,8 @@ class Executor:
             self._violations.note(delivery.peer, f"{error}: the rollout counts as failed")
             self._fail(rollout, delivery, str(error))
             return
-        self._recipe.shape_reward(rollout)
+        if not rollout.order.eval:  # whose score is the environment's own
+            self._recipe.shape_reward(rollout)
         rollout.delivery = delivery
 
     def _fail(self, rollout: Rollout, delivery: Delivery, cause: str, kind: FailureKind = "infrastructure") -> None:

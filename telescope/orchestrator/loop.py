@@ -217,7 +217,7 @@ class Orchestrator:
         missing, expected = self._peers.missing, self._peers.expected
         return {
             "state": "running" if self._servers.underway else "starting",
-            "doing": f"waiting for {name_few(missing)}" if missing else self.executor.doing,
+            "doing": f"waiting for {name_few(missing)}" if missing else self._doing,
             "processes": 1 + len(expected),
             "ready": 1 + len(expected) - len(missing),
             "missing": missing[:NAMED],
@@ -229,6 +229,11 @@ class Orchestrator:
             "restarts": dict(self._recorder.restarts),
             "counts": msgspec.structs.asdict(counts),
         }
+
+    @property
+    def _doing(self) -> str:
+        evaluating = self._recorder.evaluating
+        return f"{self.executor.doing} · {evaluating}" if evaluating else self.executor.doing
 
     # ---- what peers say ----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from telescope.config.evals import Eval
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing, redacted
@@ -25,9 +26,10 @@ from telescope.flow import commands, events
 from telescope.flow.core import Core
 from telescope.flow.curriculum import PassRateRules
 from telescope.flow.replay import encode_line, encode_opening
-from telescope.flow.settings import FlowSettings
+from telescope.flow.settings import EvalRules, FlowSettings
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.checkpoints import SaveRules
+from telescope.orchestrator.eval_scores import Measure
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
@@ -111,9 +113,27 @@ def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> Flo
         cancel_deadline_s=config.weight_sync.update_timeout_s + CANCEL_MARGIN_S,
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
         weights_while_training=not trainer_sends,
+        evals=tuple(map(_make_eval_rules, config.active_evals)),
+        evals_hold_training=config.inference.sleep_while_training != "off",
         checkpoint_every=int(config.checkpoint.every),
         checkpoint_stop_timeout_s=config.checkpoint.stop_timeout_s,
     )
+
+
+def _make_eval_rules(one: Eval) -> EvalRules:
+    return EvalRules(
+        name=one.name,
+        environment=one.label,
+        every=one.every or 0,
+        num_samples=one.num_samples,
+        num_prompts=one.num_prompts or 0,
+        baseline=one.baseline,
+        final=one.final,
+    )
+
+
+def _make_measure(config: RunConfig, one: Eval) -> Measure:
+    return Measure(one.pass_at_k, one.pass_above, config.reward_min(one.label))
 
 
 def _rules_of(curriculum: CurriculumSettings) -> PassRateRules:
@@ -186,6 +206,7 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         token_groups=groups,
         parity=parity,
         redactor=context.redactor,
+        evals={one.name: _make_measure(config, one) for one in config.active_evals},
     )
     recorder.resume(begun.counters, begun.history)
 
@@ -311,6 +332,8 @@ def _end_groups(core: Core, recorder: Recorder, journal: Journal, reason: str, s
     for command in ordered:
         if isinstance(command, commands.RecordGroupState):
             recorder.record_group(command)
+        elif isinstance(command, commands.EndEval):
+            recorder.end_eval(command)
     if ordered and not journal.broken:
         journal.append(encode_line(now, event, ordered))
     recorder.end_cohorts()

@@ -23,6 +23,7 @@ from telescope.flow.core import Core
 from telescope.flow.settings import FlowSettings
 from telescope.flow.snapshot import Snapshot
 from telescope.orchestrator.cohorts import Cohort, CohortMeans
+from telescope.orchestrator.eval_scores import EvalProgress
 from telescope.orchestrator.rollout_store import Rollout
 from telescope.records import Record, RolloutOrder, Trajectory
 from telescope.runlog.attempts import CountedRows, Lineage, read_lineage, write_rows
@@ -58,6 +59,10 @@ class SummaryCounters(Record):
     first_cohorts: tuple[CohortMeans, ...] = ()
     last_cohorts: tuple[CohortMeans, ...] = ()
     cohorts_ended: int = 0
+    evals: tuple[EvalProgress, ...] = ()
+    eval_results: tuple[dict[str, Any], ...] = ()
+    """The latest complete row of each eval, and its first."""
+    eval_baselines: tuple[dict[str, Any], ...] = ()
 
 
 class SavedState(Record):

@@ -25,6 +25,7 @@ import numpy as np
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
+from telescope.flow.evals import EVAL_IDS
 from telescope.flow.replay import JournalDamaged, decode_line, decode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.planning.latencies import Distribution, EngineTimes, Latencies, constant, empirical
@@ -157,6 +158,8 @@ class _JournalFacts:
                 self.answered[request_id] = now, tokens
                 self.turn_ends[rollout_id] = now
                 self.turns[rollout_id] = self.turns.get(rollout_id, 0) + 1
+            case seen.RolloutDone(rollout_id=rollout_id) if rollout_id >= EVAL_IDS:
+                pass  # an eval's: what is simulated is training
             case seen.RolloutDone(rollout_id=rollout_id, attempt=attempt, prompt_tokens=prompt, completion_tokens=completion):
                 self.rewards[rollout_id] = event.reward
                 self.tokens[rollout_id] = prompt + completion
@@ -219,7 +222,7 @@ def calibrate(
     answers = [(row["done_ns"] - row["placed_ns"]) / 1e9 - row["queued_s"] - row["generated_s"] for row in turns]
     latencies = Latencies(
         prompt_tokens=empirical(journal.prompts or [row["prompt_tokens"] for row in turns]),
-        completion_tokens=empirical([row["completion_tokens"] for row in turns]),
+        completion_tokens=empirical([row["completion_tokens"] for row in turns if row["rollout_id"] < EVAL_IDS]),
         turns=empirical(journal.turns_of_scored) if journal.turns_of_scored else constant(1),
         engine=fitted.times,
         dispatch_s=constant(dispatch_s),

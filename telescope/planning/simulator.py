@@ -203,7 +203,7 @@ Watch = Callable[[float, seen.AnyEvent, Sequence[do.AnyCommand]], None]
 def simulate(
     settings: FlowSettings, cluster: SimulatedCluster, latencies: Latencies, watch: Watch | None = None
 ) -> SimulatedRun:
-    """Play the run to its end. Raises ValueError where it can't end.
+    """Play the run's training to its end; evals beside it are left out. Raises ValueError where it can't end.
 
     Without the collector of cycles: none are left of a rollout, and it would look through millions of living objects again and
     again to find that out.
@@ -211,7 +211,7 @@ def simulate(
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _Simulation(settings, cluster, latencies, watch).run()
+        return _Simulation(msgspec.structs.replace(settings, evals=()), cluster, latencies, watch).run()
     finally:
         if collects:
             gc.enable()

@@ -68,6 +68,70 @@ STREAMS: dict[str, Stream] = {
                 "info": "json",  # what the environment says of it, cut off where it was long
             },
         ),
+        Stream(
+            "evals",  # one a time that an eval was due
+            {
+                "eval": "str",
+                "step": "int",  # the version that it was due at, 0 before the first step
+                "state": "str",  # complete | cut off (by the run's end) | left out (the one before it still played)
+                "prompts": "int",
+                "samples": "int",  # of each prompt
+                "scored": "int",
+                "failed": "int",  # samples given up: they count as not passed, and with the lowest reward
+                "unfinished": "int",  # samples without an outcome when it was cut off
+                "truncated": "int",  # scored answers that ended at the token limit
+                "reward": "float",  # mean over all samples, the failed ones too; this and what follows of a complete one alone
+                "reward_error": "float",  # its standard error, clustered by prompt
+                "reward_low": "float",  # both ends of its 95 % interval
+                "reward_high": "float",
+                "reward_scored": "float",  # mean over the scored samples alone
+                "pass_above": "float",  # the reward above which a sample passes
+                "pass_at": "json",  # k: pass@k
+                "pass_all": "json",  # k: pass^k
+                "metrics": "json",  # means over the scored samples
+                "completion_tokens": "float",  # mean over the scored samples
+                "version_first": "int",  # the oldest and youngest weights that sampled one of its tokens
+                "version_last": "int",
+                "seconds": "float",
+            },
+        ),
+        Stream(
+            "eval_samples",  # one attempt at a sample of an eval; those of training stand in `rollouts`
+            {
+                "eval": "str",
+                "step": "int",
+                "rollout_id": "int",
+                "attempt": "int",
+                "group_id": "int",
+                "sample": "int",
+                "environment": "str",
+                "split": "str",
+                "index": "int",
+                "seed": "int",
+                "status": "str",  # scored | ignored | cancelled | error
+                "cause": "str",
+                "failure": "str",
+                "reward": "float",
+                "metrics": "json",
+                "prompt_tokens": "int",
+                "completion_tokens": "int",
+                "turns": "int",
+                "finish_reason": "str",
+                "version_first": "int",
+                "version_last": "int",
+                "logprob_mean": "float",
+                "temperature": "float",
+                "worker": "str",
+                "started_ns": "int",
+                "generated_ns": "int",
+                "scored_ns": "int",
+                "prompt": "str",
+                "completion": "str",
+                "golden_answers": "json",
+                "tags": "json",
+                "info": "json",
+            },
+        ),
         Stream("groups", {"group_id": "int", "state": "str", "reason": "str", "version": "int"}),
         Stream(
             "batches",

@@ -27,6 +27,7 @@ from telescope.runlog.reader import rows_of_attempt
 log = logging.getLogger(__name__)
 
 STEP, ATTEMPT = "step", "attempt"
+EVAL_STEP = "eval/step"
 QUEUE_STEPS = 1024
 INIT_TIMEOUT_S = 60
 
@@ -113,6 +114,11 @@ class WandbMirror:
         except queue.Full:
             self.dropped += 1
 
+    def log_eval(self, latest: int, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue an eval's numbers, of the weights of `step`, with the row of the `latest` step that was reported: W&B takes no
+        row of an earlier one. Their charts have `eval/step` as their axis."""
+        self.log(latest, {**metrics, EVAL_STEP: float(step)})
+
     def close(self, timeout_s: float = 10.0, exit_code: int = 0) -> None:
         """Let the client finish, but not for longer than `timeout_s`: what it has not sent stays in its folder.
 
@@ -155,6 +161,8 @@ class WandbMirror:
         log.info("W&B mirrors this run: %s", run.url or f"offline in {self._folder}")
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP)
+        run.define_metric(EVAL_STEP)
+        run.define_metric("eval/*", step_metric=EVAL_STEP)
         # W&B's own count: what it has, it knows better than the disk of a run that was killed, and offline it knows nothing
         before = max(share.before, run.starting_step - 1)
         while (entry := self._queue.get()) is not None:

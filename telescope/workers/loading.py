@@ -67,7 +67,7 @@ class LoadedEnvironment:
 
 def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
     """All environments of the run by label. Raises `EnvironmentBroken`."""
-    return {label: _load(config, label) for label in config.environments}
+    return {label: _load(config, label) for label in config.played}
 
 
 def find_obstacle(config: RunConfig, label: str) -> str:
@@ -81,7 +81,7 @@ def find_obstacle(config: RunConfig, label: str) -> str:
 
 
 def _load(config: RunConfig, label: str) -> LoadedEnvironment:
-    entry = config.environments[label]
+    entry = config.played[label]
     with _broken_by_name(config, label) as kind:
         environment = config.environment(label)
         _refuse(find_ranges_mistake(environment.metrics_ranges))
@@ -89,7 +89,7 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
         if not prompts.get("train"):
             raise ValueError("it has no prompts in its train split")
         _refuse(find_class_mistake(kind))
-        referring = [*(other.kwargs for other in config.environments.values()), config.cluster.env]
+        referring = [*(other.kwargs for other in config.played.values()), config.cluster.env]
         secrets = secret_values(os.environ, referring)
         card = make_card(label, environment, prompts, entry.kwargs)
         return LoadedEnvironment(
@@ -108,12 +108,13 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
 @contextlib.contextmanager
 def _broken_by_name(config: RunConfig, label: str) -> Iterator[type[Environment]]:
     """The entry's class; whatever the user's code raises within comes out as `EnvironmentBroken`."""
-    entry = config.environments[label]
-    place = f"environments.{label} (environment '{entry.name}')"
+    entry = config.played[label]
+    entry_name = f"environments.{label}" if label in config.environments else f"evals.{label}"
+    place = f"{entry_name} (environment '{entry.name}')"
     try:
         kind = plugins.load(plugins.ENVIRONMENTS, entry.name, config.plugin_path)
     except plugins.PluginError as error:  # a whole sentence with the file in it
-        raise EnvironmentBroken(f"environments.{label}: {error}") from error
+        raise EnvironmentBroken(f"{entry_name}: {error}") from error
     place = f"{place} in {inspect.getfile(kind)}"
     try:
         yield kind

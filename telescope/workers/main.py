@@ -24,6 +24,7 @@ from telescope.workers.loading import EnvironmentBroken, load_environments
 from telescope.workers.play import PlayLimits
 from telescope.workers.prompt_lengths import leave_out_too_long
 from telescope.workers.service import WorkerHopeless, WorkerService
+from telescope.workers.shared_prompts import count_shared
 from telescope.workers.tokenizer import TokenizerError, load_template
 
 log = logging.getLogger(__name__)
@@ -50,10 +51,12 @@ def run_worker(context: ProcessContext, signals: ProcessSignals) -> int:
     template = load_template(config.model, folder)
     model = read_model_facts(config.model, folder, weights=False)
     deadline_s = config.cluster.placement_timeout_s / 2
-    environments = {
-        label: leave_out_too_long(loaded, template, limits.of(loaded).max_prompt_tokens, deadline_s)
-        for label, loaded in load_environments(config).items()
+    every = load_environments(config)
+    environments = every | {
+        label: leave_out_too_long(every[label], template, limits.of(every[label]).max_prompt_tokens, deadline_s)
+        for label in config.environments
     }
+    environments = count_shared(environments, config.active_evals, list(config.environments))
     hello = context.make_hello(
         "worker",
         capacity=config.cluster.rollouts_per_env_worker,

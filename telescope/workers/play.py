@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from telescope.config.evals import Eval
 from telescope.config.run import RunConfig
 from telescope.environments.base import Environment, Prompt, Reward
 from telescope.environments.chat import PromptTooLong, Recording, Sampled, TokenChat
@@ -44,6 +45,8 @@ class PlayLimits:
     """Say when a rollout's generation is over, before its reward."""
     support: Support = WHOLE
     stop: tuple[str, ...] = ()
+    evals: Mapping[str, Eval] = field(default_factory=dict)
+    """By name: what answers of an eval have otherwise."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> PlayLimits:
@@ -56,14 +59,21 @@ class PlayLimits:
             free_lane=config.orchestrator.free_lane_after_generation,
             support=config.rollout.support,
             stop=config.rollout.stop,
+            evals={one.name: one for one in config.active_evals},
         )
 
-    def of(self, loaded: LoadedEnvironment) -> PlayLimits:
-        """With what the environment's entry sets itself. What its answers may not have is left to its prompts."""
+    def of(self, loaded: LoadedEnvironment, eval_name: str = "") -> PlayLimits:
+        """With what the environment's entry sets itself, and before that the eval. What its answers may not have is left to
+        its prompts."""
+        own = self.evals.get(eval_name)
         temperature = self.temperature if loaded.temperature is None else loaded.temperature
         max_tokens = self.max_tokens if loaded.max_tokens is None else loaded.max_tokens
+        if own is not None:
+            temperature = temperature if own.temperature is None else own.temperature
+            max_tokens = max_tokens if own.max_tokens is None else own.max_tokens
         longest = self.max_prompt_tokens + self.max_tokens - max_tokens
-        return replace(self, temperature=temperature, max_tokens=max_tokens, max_prompt_tokens=longest)
+        support = self.support if own is None or own.top_p is None else replace(self.support, top_p=own.top_p)
+        return replace(self, temperature=temperature, max_tokens=max_tokens, max_prompt_tokens=longest, support=support)
 
 
 class TurnSampler:
@@ -103,7 +113,7 @@ async def play(
     """Play the order within `limits`, or the environment's own; `generated` hears when it asks for no more tokens.
 
     Raises nothing but cancellation: every failure becomes a RolloutError."""
-    started_ns, limits = time.time_ns(), limits.of(loaded)
+    started_ns, limits = time.time_ns(), limits.of(loaded, order.eval)
     turns = TurnSampler(order, limits, ask)
     chat = TokenChat(prompts.template, turns, limits.max_prompt_tokens, lambda: generated(order), max_tokens=limits.max_tokens)
     try:

@@ -12,12 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
 from telescope.config.models import hub_errors
-from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.base import Prompt
+from telescope.environments.identity import divide, identify
 from telescope.environments.questions.rows import (
     NoRows as NoRows,
 )
@@ -31,7 +32,6 @@ from telescope.environments.questions.rows import (
     write_text,
 )
 
-T = TypeVar("T")
 Row = Mapping[str, Any]
 _SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".arrow")
 _SPLIT_WORDS = ("train", "test", "validation", "dev", "eval")
@@ -67,12 +67,13 @@ class DatasetSource:
                 _check_readable(file)
 
 
-def hold_out(items: Sequence[T], count: int, draws: HashedRandom) -> tuple[list[T], list[T]]:
-    """(those to train on, `count` of them kept for evaluation), both in their own order. Raises `NoRows`."""
-    if count >= len(items):
-        raise NoRows(f"held_out={count} of {len(items)} questions leaves none to train on: lower it")
-    chosen = set(draws.shuffled(range(len(items)))[:count])
-    return [item for at, item in enumerate(items) if at not in chosen], [items[at] for at in sorted(chosen)]
+def hold_out(prompts: Sequence[Prompt], count: int, *key: str | int) -> tuple[list[Prompt], list[Prompt]]:
+    """(those to train on, `count` of them kept for evaluation), both in their own order. One that the file has several times is
+    on one side. Which ones follows from `key` and the prompts themselves. Raises `NoRows`."""
+    rest, held_out = divide(prompts, count, key, identify) if count < len(prompts) else ([], [])
+    if not rest:
+        raise NoRows(f"held_out={count} of {len(prompts)} questions leaves none to train on: lower it")
+    return rest, held_out
 
 
 def get_field(row: Row, path: str) -> Any:

@@ -26,7 +26,6 @@ from telescope.environments.graders.maths import (
     extract_golden,
 )
 from telescope.environments.graders.pool import GraderOverrun, grade
-from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.lru import LruCache
 from telescope.environments.questions.dataset import DatasetSource, Instruction, Row, get_text, hold_out
 from telescope.environments.questions.rows import find_place
@@ -164,7 +163,7 @@ class MathsQuestions(SingleTurn):
         if self.eval_split is not None:
             same = self.eval_split == self.train_split
             return {"train": train, "eval": train if same else self._load_prompts(self.eval_split)}
-        rest, held_out = hold_out(train, self.held_out, HashedRandom("held out", self.seed))
+        rest, held_out = hold_out(train, self.held_out, "held out", self.seed)
         return {"train": tuple(rest), "eval": tuple(held_out)}
 
     def _load_prompts(self, split: str) -> tuple[Prompt, ...]:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from telescope.environments.agent_environment import AgentEnvironment
 from telescope.environments.base import Prompt
+from telescope.environments.identity import divide, identify
 
 
 class AgentProgram(AgentEnvironment):
@@ -28,7 +29,9 @@ class AgentProgram(AgentEnvironment):
     tasks: str = ""
     """JSON lines of the train split, each with `task` and `answer`."""
     eval_tasks: str = ""
-    """Those of the eval split; empty: the train split's."""
+    """Those of the eval split; empty: `held_out` tasks of the train split's file."""
+    held_out: int = Field(default=0, ge=0)
+    """Tasks kept out of training for evals where `eval_tasks` is empty; by a hash of each, so that none is on both sides."""
 
     @field_validator("command")
     @classmethod
@@ -40,15 +43,22 @@ class AgentProgram(AgentEnvironment):
     def prompts(self, split: str) -> Sequence[Prompt]:
         if not self.command or not self.tasks:
             raise ValueError("give command=[program, argument, …] and tasks=/path/to/tasks.jsonl")
-        file = Path(self.eval_tasks if split == "eval" and self.eval_tasks else self.tasks).expanduser()
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"the tasks in {file} can't be read: {error}: name a file of JSON lines in UTF-8") from error
-        return [_read_prompt(line, f"{file} line {at}") for at, line in enumerate(lines, 1) if line.strip()]
+        if self.eval_tasks:
+            return _read_prompts(self.eval_tasks if split == "eval" else self.tasks)
+        rest, held_out = divide(_read_prompts(self.tasks), self.held_out, ("agent_program",), identify)
+        return {"train": rest, "eval": held_out}[split]
 
     def argv(self, prompt: Prompt) -> Sequence[str]:
         return self.command
+
+
+def _read_prompts(place: str) -> list[Prompt]:
+    file = Path(place).expanduser()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the tasks in {file} can't be read: {error}: name a file of JSON lines in UTF-8") from error
+    return [_read_prompt(line, f"{file} line {at}") for at, line in enumerate(lines, 1) if line.strip()]
 
 
 def _read_prompt(line: str, place: str) -> Prompt:

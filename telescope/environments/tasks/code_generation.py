@@ -24,7 +24,6 @@ from telescope.environments.graders.code import (
     read_tests,
     run_tests,
 )
-from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.questions.dataset import DatasetSource, Instruction, NoRows, Row, hold_out
 from telescope.environments.questions.rows import find_place, write_text
 from telescope.environments.sandboxes.base import SandboxError
@@ -164,8 +163,8 @@ class CodeGeneration(SingleTurn):
         if self.eval_split is not None:
             held = train if self.eval_split == self.train_split else source.rows(self.eval_split, columns)
             return {"train": self._make_prompts(train), "eval": self._make_prompts(held)}
-        rest, held_out = hold_out(train, self.held_out, HashedRandom("code_generation", self.seed, "held out"))
-        return {"train": self._make_prompts(rest), "eval": self._make_prompts(held_out)}
+        rest, held_out = hold_out(self._make_prompts(train), self.held_out, "code_generation", self.seed, "held out")
+        return {"train": rest, "eval": held_out}
 
     def _make_prompts(self, rows: Sequence[Row]) -> list[Prompt]:
         made, left_out = [], []

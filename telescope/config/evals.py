@@ -1,0 +1,182 @@
+"""Settings of evals: what all share (`eval`), what one has of its own (`evals.<name>`), and what follows from both.
+
+An eval is on where `evals` names it, and with `eval.every` alone each environment that is trained on is one. Pure data, with
+the sentences about what makes no sense; environments are looked at elsewhere (conflicts.py, run.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from telescope.config.sections import EnvironmentEntry
+from telescope.settings import Settings
+
+SHARED = (
+    *("every", "num_samples", "num_prompts", "pass_at_k", "pass_above", "temperature", "top_p", "max_tokens"),
+    *("baseline", "final"),
+)
+"""Settings of `eval` that `evals.<name>` may have of its own."""
+
+
+class EvalSettings(Settings):
+    every: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """Steps between two evals, after each of which the latest weights are evaluated. Without `evals`, null is no eval, and a
+    number evaluates each environment that is trained on; of an eval in `evals`, null plays it before and after training."""
+    num_samples: int = Field(default=1, ge=1, le=100_000)
+    """Answers to each prompt (n)."""
+    num_prompts: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """Prompts: the first so many of the environment's eval split, the same ones each time; null: all of them."""
+    pass_at_k: tuple[int, ...] = (1,)
+    """The k of pass@k and pass^k, none above num_samples."""
+    pass_above: float = Field(default=0.5, allow_inf_nan=False)
+    """An answer passes with a reward of the environment above this."""
+    temperature: float | None = Field(default=None, ge=0.01, le=2)
+    """Answers are sampled at it; null: as in training."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the likeliest tokens with this share of the probability; null: as in training."""
+    max_tokens: int | None = Field(default=None, ge=1, le=100_000_000)
+    """Sampled tokens of one turn, at most; null: as in training."""
+    baseline: bool = True
+    """Evaluate before the first step too."""
+    final: bool = True
+    """Evaluate after the last step too."""
+
+
+class EvalEntry(Settings):
+    """One eval. What is null is as `eval` has it."""
+
+    environment: str | None = Field(default=None, min_length=1)
+    """What it plays: the name of an entry of `environments`, else an environment of its own; null: the eval's name."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of an environment of its own; none for an entry of `environments`, which has them there."""
+    every: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """Steps between two of it."""
+    num_samples: int | None = Field(default=None, ge=1, le=100_000)
+    """Answers to each prompt (n)."""
+    num_prompts: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """Prompts: the first so many of the eval split."""
+    pass_at_k: tuple[int, ...] | None = None
+    """The k of pass@k and pass^k."""
+    pass_above: float | None = Field(default=None, allow_inf_nan=False)
+    """An answer passes with a reward above this."""
+    temperature: float | None = Field(default=None, ge=0.01, le=2)
+    """Answers are sampled at it."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the likeliest tokens with this share of the probability."""
+    max_tokens: int | None = Field(default=None, ge=1, le=100_000_000)
+    """Sampled tokens of one turn, at most."""
+    baseline: bool | None = None
+    """Evaluate before the first step too."""
+    final: bool | None = None
+    """Evaluate after the last step too."""
+
+
+@dataclass(frozen=True)
+class Eval:
+    """One eval of a run, with nothing left to look up. `label`: of the environment that workers load for it."""
+
+    name: str
+    label: str
+    every: int | None
+    num_samples: int
+    num_prompts: int | None
+    pass_at_k: tuple[int, ...]
+    pass_above: float
+    temperature: float | None
+    top_p: float | None
+    max_tokens: int | None
+    baseline: bool
+    final: bool
+
+    def is_due(self, number_of_steps: int) -> bool:
+        """Whether it is ever due in a run of so many steps."""
+        return self.baseline or self.final or (self.every is not None and self.every <= number_of_steps)
+
+
+def is_of_its_own(name: str, entry: EvalEntry, environments: Mapping[str, EnvironmentEntry]) -> bool:
+    """Whether the eval plays an environment that is not trained on."""
+    return bool(entry.kwargs) or (entry.environment or name) not in environments
+
+
+def make_evals(
+    shared: EvalSettings, entries: Mapping[str, EvalEntry], environments: Mapping[str, EnvironmentEntry]
+) -> tuple[Eval, ...]:
+    """The evals of a run, in the order in which they play."""
+    if not entries and shared.every is not None:
+        entries = {label: EvalEntry() for label in environments}
+    made = []
+    for name, entry in entries.items():
+        chosen = {field: getattr(shared if getattr(entry, field) is None else entry, field) for field in SHARED}
+        own = is_of_its_own(name, entry, environments)
+        made.append(Eval(name, name if own else entry.environment or name, **chosen))
+    return tuple(made)
+
+
+def make_own_environments(
+    entries: Mapping[str, EvalEntry], environments: Mapping[str, EnvironmentEntry]
+) -> dict[str, EnvironmentEntry]:
+    """The environments that evals alone play, by the eval's name."""
+    return {
+        name: EnvironmentEntry(name=entry.environment or name, kwargs=entry.kwargs)
+        for name, entry in entries.items()
+        if is_of_its_own(name, entry, environments)
+    }
+
+
+def find_mistakes(
+    shared: EvalSettings,
+    entries: Mapping[str, EvalEntry],
+    environments: Mapping[str, EnvironmentEntry],
+    *,
+    number_of_steps: int,
+    max_model_len: int,
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Settings of evals that do nothing or can't be, each with the paths of the settings in it."""
+    evals = make_evals(shared, entries, environments)
+    if not evals:
+        given = [name for name in SHARED if getattr(shared, name) != EvalSettings.model_fields[name].default]
+        for name in given:
+            yield (f"eval.{name}",), f"eval.{name} does nothing without an eval: set eval.every, or leave it out"
+    for one in evals:
+        entry = entries.get(one.name, EvalEntry())
+
+        def place(field: str, name: str = one.name, entry: EvalEntry = entry) -> str:
+            return f"eval.{field}" if getattr(entry, field) is None else f"evals.{name}.{field}"
+
+        if one.name in environments and one.name == one.label and is_of_its_own(one.name, entry, environments):
+            yield (
+                (f"evals.{one.name}.kwargs",),
+                f"evals.{one.name}.kwargs make an environment of the eval's own, and environments.{one.name} has that name "
+                "already: give the eval another name, with "
+                f"environment={entry.environment or environments[one.name].name}, or leave its kwargs out",
+            )
+        if not one.pass_at_k or min(one.pass_at_k) < 1 or len(set(one.pass_at_k)) < len(one.pass_at_k):
+            yield (
+                (place("pass_at_k"),),
+                f"{place('pass_at_k')}={list(one.pass_at_k)} must be different whole numbers from 1 on, e.g. [1]",
+            )
+        elif max(one.pass_at_k) > one.num_samples:
+            most = max(one.pass_at_k)
+            yield (
+                (place("pass_at_k"), place("num_samples")),
+                f"{place('pass_at_k')}={list(one.pass_at_k)} asks for k={most} of the eval {one.name}, which has "
+                f"{place('num_samples')}={one.num_samples} answers to a prompt: raise {place('num_samples')} to {most}, or "
+                "leave that k out",
+            )
+        if not one.is_due(number_of_steps):
+            when = f"{place('every')} is null" if one.every is None else f"{place('every')}={one.every}"
+            yield (
+                (place("every"), place("baseline"), place("final"), "number_of_steps"),
+                f"the eval {one.name} never plays: {when}, {place('baseline')} and {place('final')} are false, and the run has "
+                f"{number_of_steps} steps; set {place('every')}, or leave the eval out",
+            )
+        if one.max_tokens is not None and one.max_tokens >= max_model_len:
+            yield (
+                (place("max_tokens"), "inference.max_model_len"),
+                f"{place('max_tokens')}={one.max_tokens} must be below inference.max_model_len={max_model_len}, which holds "
+                f"the prompt too: lower {place('max_tokens')}, or raise inference.max_model_len",
+            )

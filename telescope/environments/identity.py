@@ -1,0 +1,41 @@
+"""When two prompts are one: by what is put to the model, whatever else they carry.
+
+Splits are cut by it, so that a row that a file has twice is never on both sides; and what is evaluated is compared with what is
+trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from telescope.environments.base import Prompt
+from telescope.environments.hashed_random import HashedRandom
+
+T = TypeVar("T")
+
+
+def identify(prompt: Prompt) -> str:
+    """A hash of its turns, 32 hexadecimal digits."""
+    text = json.dumps([dict(turn) for turn in prompt.turns], sort_keys=True, default=str, separators=(",", ":"))
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
+
+
+def divide(items: Sequence[T], count: int, key: Sequence[str | int], identity: Callable[[T], str]) -> tuple[list[T], list[T]]:
+    """(the rest, `count` of the items), both in their own order; those of one identity lie on one side, so that the second may
+    have a few more. Which ones follows from `key` and each identity: rows that are added or moved change no other row's side.
+    The rest may be empty."""
+    names = [identity(item) for item in items]
+    sizes: dict[str, int] = {}
+    for name in names:
+        sizes[name] = sizes.get(name, 0) + 1
+    chosen, number = set[str](), 0
+    for name in sorted(sizes, key=lambda name: (HashedRandom(*key, name).below(1 << 62), name)):
+        if number >= count:
+            break
+        chosen.add(name)
+        number += sizes[name]
+    rest = [item for item, name in zip(items, names, strict=True) if name not in chosen]
+    return rest, [item for item, name in zip(items, names, strict=True) if name in chosen]
