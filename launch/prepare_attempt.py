@@ -22,6 +22,7 @@ from telescope._launch.slurm import queue
 from telescope.config.run import RunConfig
 from telescope.runlog import attempts, checkpoints, holder, opening
 from telescope.runlog.attempts import CountedRows, Lineage, read_rows, write_lineage
+from telescope.runlog.eval_rows import owes_evals
 from telescope.runlog.files import DamagedFile
 from telescope.runlog.identity import read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
@@ -57,11 +58,22 @@ def find_resume_point(run: RunDirectory, config: RunConfig, step: int | None = N
             f"{folder} holds weights alone (checkpoint.save_training_state=false): a run can't go on from it; export it, and "
             "begin a new run with the exported model"
         )
-    if facts.step >= config.number_of_steps:
+    if has_played_all(run, config, facts.step):
         raise CannotResume(
             f"{run.path} has trained its number_of_steps={config.number_of_steps}: give a larger number_of_steps to train on"
         )
     return ResumePoint(facts.step, folder, _read_rows(folder))
+
+
+def has_played_all(run: RunDirectory, config: RunConfig, step: int) -> bool:
+    """Whether nothing is left to do behind the checkpoint of `step`: all is trained, and no eval owed."""
+    if step != config.number_of_steps or not config.active_evals:
+        return step >= config.number_of_steps
+    due = [one.name for one in config.active_evals if one.is_due_at_the_end(step)]
+    try:
+        return not owes_evals(run, due, step)
+    except DamagedFile as error:
+        raise CannotResume(str(error)) from error
 
 
 def find_latest(run: RunDirectory, config: RunConfig) -> ResumePoint | None:

@@ -187,7 +187,7 @@ def has_trained_all(directory: RunDirectory, config: RunConfig) -> attempts.Atte
     """The attempt before, if it was lost between the checkpoint of the last step and its end. Raises `CannotResume`."""
     known = attempts.read_attempts(directory)
     source = prepare_attempt.find_latest(directory, config) if known else None
-    return known[-1] if source is not None and source.step >= config.number_of_steps else None
+    return known[-1] if source is not None and prepare_attempt.has_played_all(directory, config, source.step) else None
 
 
 def go_on(directory: RunDirectory, config: RunConfig, attempt: attempts.Attempt) -> None:

@@ -174,8 +174,9 @@ def _after_failure(order: RunOrder, code: int) -> RunOrder | None:
 
 def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
     """The run's directory, and the step of the latest checkpoint from which it can go on; 0 where there is none, nothing is
-    left to train behind it, or the directory itself is gone, which checkpoints elsewhere outlive and a save may have made
-    anew."""
+    left to train or evaluate behind it, or the directory itself is gone, which checkpoints elsewhere outlive and a save may
+    have made anew."""
+    from telescope._launch.prepare_attempt import has_played_all
     from telescope.runlog import checkpoints
     from telescope.runlog.layout import RunDirectory
     from telescope.runlog.opening import is_run
@@ -183,7 +184,7 @@ def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
     run, saving = RunDirectory(Path(str(config.run_dir))), config.checkpoint
     can = saving.on and saving.save_training_state and run.config_json.exists() and is_run(run.path)
     there = checkpoints.steps(checkpoints.root(run, saving.dir)) if can else []
-    return run, there[-1] if there and there[-1] < config.number_of_steps else 0
+    return run, there[-1] if there and not has_played_all(run, config, there[-1]) else 0
 
 
 def _attempt(order: RunOrder) -> int | None:

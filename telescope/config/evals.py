@@ -92,6 +92,10 @@ class Eval:
     baseline: bool
     final: bool
 
+    def is_due_at_the_end(self, number_of_steps: int) -> bool:
+        """Whether it plays after the last of so many steps."""
+        return self.final or (self.every is not None and number_of_steps % self.every == 0)
+
     def is_due(self, number_of_steps: int) -> bool:
         """Whether it is ever due in a run of so many steps."""
         return self.baseline or self.final or (self.every is not None and self.every <= number_of_steps)
