@@ -1,0 +1,105 @@
+"""Settings of evals: which evals a run has, and what is refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from telescope.config.run import RunConfig, dump_run, load_run
+from tests.config.conftest import compose_one, sentences
+
+OWN = "+evals.letters={environment:reverse_letters,kwargs:{num_eval:3}}"
+
+
+def compose(*overrides: str) -> RunConfig:
+    point = compose_one(*overrides)
+    assert point.config is not None, sentences(point)
+    return point.config
+
+
+def test_without_a_line_a_run_has_no_eval():
+    assert compose().active_evals == ()
+
+
+def test_a_number_of_steps_alone_evaluates_what_is_trained_on():
+    evals = compose("env=[countdown,wordle]", "eval.every=20", "eval.num_samples=4").active_evals
+    assert [(one.name, one.label, one.every, one.num_samples) for one in evals] == [
+        ("countdown", "countdown", 20, 4),
+        ("wordle", "wordle", 20, 4),
+    ]
+
+
+def test_named_evals_are_all_there_are_and_inherit_what_they_do_not_set():
+    config = compose("eval.every=20", "eval.pass_above=0.9", "+evals.often={environment:countdown,every:5}", OWN)
+    often, letters = config.active_evals
+    assert (often.label, often.every, often.pass_above) == ("countdown", 5, 0.9)
+    assert (letters.label, letters.every) == ("letters", 20)
+    assert config.played["letters"].name == "reverse_letters"
+    assert list(config.environments) == ["countdown"]
+    assert config.environment("letters").num_eval == 3  # type: ignore[attr-defined]
+
+
+def test_the_environment_of_an_eval_is_completed_and_comes_back_from_its_file(tmp_path: Path):
+    config = compose(OWN)
+    assert config.evals["letters"].kwargs["num_train"] > 0
+    file = tmp_path / "config.json"
+    file.write_text(dump_run(config))
+    assert load_run(file) == config
+    assert json.loads(file.read_text())["evals"]["letters"]["kwargs"]["num_eval"] == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["eval.every=5", "eval.num_samples=2", "eval.pass_at_k=[1,4]"],
+            "eval.pass_at_k=[1, 4] asks for k=4 of the eval countdown, which has eval.num_samples=2 answers to a prompt: raise "
+            "eval.num_samples to 4, or leave that k out",
+        ),
+        (
+            ["+evals.countdown={pass_at_k:[0]}"],
+            "evals.countdown.pass_at_k=[0] must be different whole numbers from 1 on, e.g. [1]",
+        ),
+        (["eval.num_samples=4"], "eval.num_samples does nothing without an eval: set eval.every, or leave it out"),
+        (
+            ["+evals.countdown={baseline:false,final:false}"],
+            "the eval countdown never plays: eval.every is null, evals.countdown.baseline and evals.countdown.final are false, "
+            "and the run has 60 steps; set eval.every, or leave the eval out",
+        ),
+        (
+            ["eval.every=5", "eval.max_tokens=100000"],
+            "eval.max_tokens=100000 must be below inference.max_model_len=256, which holds the prompt too: lower "
+            "eval.max_tokens, or raise inference.max_model_len",
+        ),
+        (
+            ["+evals.countdown={kwargs:{num_eval:3}}"],
+            "evals.countdown.kwargs make an environment of the eval's own, and environments.countdown has that name already: "
+            "give the eval another name, with environment=countdown, or leave its kwargs out",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_sentence(overrides: list[str], sentence: str):
+    assert sentence in sentences(compose_one(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["+evals.nope={}"], "evals.nope"),
+        (["+evals.letters={environment:reverse_letters,kwargs:{nim_eval:3}}"], "evals.letters.kwargs.nim_eval"),
+        (["+evals.countdown={evry:3}"], "evals.countdown.evry"),
+        (["+evals.a+b={environment:countdown}"], "evals.a+b"),
+    ],
+)
+def test_mistakes_are_told_by_their_place(overrides: list[str], part: str):
+    assert part in sentences(compose_one(*overrides))
+
+
+def test_an_environment_without_an_eval_split_is_refused_by_name(user: Path):
+    file = user / "plugins" / "environments" / "echo.py"
+    file.write_text(file.read_text().replace("    word: str", '    splits = ("train",)\n    word: str'))
+    point = compose_one("env=echo", "eval.every=5", config_dir=user)
+    assert point.config is None
+    assert "the environment 'echo' of echo has no eval split" in sentences(point)
