@@ -90,11 +90,17 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(overrides: list[str], sent
         (["+evals.nope={}"], "evals.nope"),
         (["+evals.letters={environment:reverse_letters,kwargs:{nim_eval:3}}"], "evals.letters.kwargs.nim_eval"),
         (["+evals.countdown={evry:3}"], "evals.countdown.evry"),
-        (["+evals.a+b={environment:countdown}"], "evals.a+b"),
     ],
 )
 def test_mistakes_are_told_by_their_place(overrides: list[str], part: str):
     assert part in sentences(compose_one(*overrides))
+
+
+def test_a_name_that_no_metric_can_have_is_refused():
+    written = {"evals": {"a b": {}}, "environments": {"a b": {"name": "countdown"}}}
+    parts = {"algorithm": {"name": "grpo"}, "backend": {"name": "fsdp"}}
+    with pytest.raises(ValueError, match=r"evals\.a b: the name of an eval has letters, digits, '_' and '-'"):
+        RunConfig.model_validate_json(json.dumps(written | parts), strict=True)
 
 
 def test_an_environment_without_an_eval_split_is_refused_by_name(user: Path):
