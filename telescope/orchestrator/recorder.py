@@ -282,7 +282,7 @@ class Recorder:
         self._eval_results[command.eval] = row
         self._eval_baselines.setdefault(command.eval, row)
         if self._mirror is not None:
-            self._mirror.log_eval(len(self.history), command.step, name_metrics(row))
+            self._mirror.log_eval(len(self.history), command.eval, command.step, name_metrics(row))
 
     @property
     def evaluating(self) -> str:

@@ -27,7 +27,8 @@ from telescope.runlog.reader import rows_of_attempt
 log = logging.getLogger(__name__)
 
 STEP, ATTEMPT = "step", "attempt"
-EVAL_STEP = "eval/step"
+EVAL, AXIS = "eval/", "/step"
+"""Names of an eval's numbers begin so; that of the weights' step ends so."""
 QUEUE_STEPS = 1024
 INIT_TIMEOUT_S = 60
 
@@ -114,10 +115,10 @@ class WandbMirror:
         except queue.Full:
             self.dropped += 1
 
-    def log_eval(self, latest: int, step: int, metrics: Mapping[str, float]) -> None:
+    def log_eval(self, latest: int, name: str, step: int, metrics: Mapping[str, float]) -> None:
         """Queue an eval's numbers, of the weights of `step`, with the row of the `latest` step that was reported: W&B takes no
-        row of an earlier one. Their charts have `eval/step` as their axis."""
-        self.log(latest, {**metrics, EVAL_STEP: float(step)})
+        row of an earlier one. Their charts have `eval/<name>/step` as their axis."""
+        self.log(latest, {**metrics, f"{EVAL}{name}{AXIS}": float(step)})
 
     def close(self, timeout_s: float = 10.0, exit_code: int = 0) -> None:
         """Let the client finish, but not for longer than `timeout_s`: what it has not sent stays in its folder.
@@ -161,13 +162,22 @@ class WandbMirror:
         log.info("W&B mirrors this run: %s", run.url or f"offline in {self._folder}")
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP)
-        run.define_metric(EVAL_STEP)
-        run.define_metric("eval/*", step_metric=EVAL_STEP)
         # W&B's own count: what it has, it knows better than the disk of a run that was killed, and offline it knows nothing
         before = max(share.before, run.starting_step - 1)
+        axes, early = set[str](), dict[str, float]()
         while (entry := self._queue.get()) is not None:
             step, metrics = entry
-            run.log({**metrics, STEP: step, ATTEMPT: share.attempt}, step=before + step - share.after)
+            for axis in {name for name in metrics if name.startswith(EVAL) and name.endswith(AXIS)} - axes:
+                axes.add(axis)
+                run.define_metric(axis)
+                run.define_metric(f"{axis.removesuffix(AXIS)}/*", step_metric=axis)
+            if step <= share.after and before:  # an eval's: that row is an earlier attempt's, and can't be added to
+                early |= metrics
+                continue
+            run.log({**early, **metrics, STEP: step, ATTEMPT: share.attempt}, step=before + step - share.after)
+            early = {}
+        if early:
+            run.log({**early, ATTEMPT: share.attempt}, step=before + 1)
         run.finish(exit_code=self._exit_code)
 
 

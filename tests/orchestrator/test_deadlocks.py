@@ -18,7 +18,9 @@ from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.core import Core
 from telescope.flow.replay import JournalLine, decode_line, encode_opening, replay
+from telescope.flow.settings import EvalRules
 from telescope.orchestrator.batch import Recipe
+from telescope.orchestrator.eval_scores import Measure
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.main import make_flow_settings
 from telescope.orchestrator.peers import FencedServers, Peers
@@ -128,7 +130,9 @@ async def play(
     core = Core(msgspec.structs.replace(make_flow_settings(settings), **flow))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
     journal.append(encode_opening(core.settings))
-    recorder, peers = Recorder(run, log, None, core.settings.number_of_steps), Peers.from_config(cluster)
+    measures = {rules.name: Measure((1,), 0.5) for rules in core.settings.evals}
+    recorder = Recorder(run, log, None, core.settings.number_of_steps, evals=measures)
+    peers = Peers.from_config(cluster)
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c")
     recipe = Recipe(settings.algorithm, group_size, settings.rollout.max_tokens)
     orchestrator = Orchestrator(
@@ -194,6 +198,42 @@ async def test_a_run_ends_with_exactly_its_steps(tmp_path: Path, shape: str, ste
     )
     assert outcome.reason == f"all {steps} steps are trained"
     assert len(trained(lines)) == len(set(trained(lines))) == 2 * steps
+
+
+OWN = EvalRules(name="own", environment="task", every=1, num_samples=2)
+EVAL_TROUBLES: dict[str, tuple[dict[str, type[Actor]], dict[str, Any]]] = {
+    "nothing": ({}, {}),
+    "orders that are lost": ({"worker-1": Forgetful}, {"rollout_deadline_s": 1.0, "max_attempts": 1000}),
+    "a late server": ({"server-1": LateServer}, {"max_off_policy_steps": 1, "rollout_deadline_s": 1.0}),
+    "slow weights": ({"server-0": SlowToPrepare}, {}),
+    "messages out of order": ({}, {"shuffle": 5}),
+    "servers that must be idle": ({}, {"evals_hold_training": True, "max_async_rollout": 0}),
+    "group lanes": ({}, {"enable_individual_sample_lanes": False, "free_lane_after_generation": False}),
+}
+
+
+@pytest.mark.parametrize("trouble", EVAL_TROUBLES)
+async def test_every_eval_that_is_due_ends_and_the_run_waits_for_the_last(tmp_path: Path, trouble: str):
+    actors, flow = EVAL_TROUBLES[trouble]
+    other = EvalRules(name="other", environment="task", every=2, num_prompts=2, baseline=False)
+    outcome, lines = await play(tmp_path, actors, number_of_steps=3, evals=(OWN, other), **flow)
+    assert outcome.reason == "all 3 steps are trained"
+    ended = [command for line in lines for command in line.commands if isinstance(command, do.EndEval)]
+    due = {("own", step) for step in range(4)} | {("other", 2), ("other", 3)}
+    assert {(one.eval, one.step) for one in ended} == due
+    assert all(one.state in ("complete", "left out") for one in ended)
+    assert [one.state for one in ended if one.step in (0, 3)] == ["complete"] * 3
+    assert len(trained(lines)) == len(set(trained(lines))) == 6
+
+
+async def test_a_worker_that_never_answers_ends_a_run_in_its_baseline_too(tmp_path: Path):
+    outcome, lines = await play(
+        tmp_path, {"worker-0": Deaf}, workers=1, rollout_deadline_s=0.3, cancel_deadline_s=0.6, evals=(OWN,)
+    )
+    assert not outcome.ok
+    assert "worker-0 did not answer the cancel of rollout" in outcome.reason
+    ended = [command for line in lines for command in line.commands if isinstance(command, do.EndEval)]
+    assert [(one.step, one.state) for one in ended] == [(0, "cut off")]
 
 
 async def test_who_never_comes_is_named_with_the_setting(tmp_path: Path):

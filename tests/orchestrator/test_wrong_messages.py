@@ -229,7 +229,7 @@ def hello(name: str, incarnation: str, pid: int) -> m.Hello:
     return m.Hello(
         role=role, name=name, run="r", attempt="a", incarnation=incarnation, config_hash="c", pid=pid, host="here",
         capacity={"worker": 3, "server": 2, "trainer": 1}[role],
-        environments=(EnvironmentCard("task", {"train": 100}, "d"),) if role == "worker" else (),
+        environments=(EnvironmentCard("task", {"train": 100, "eval": 5}, "d"),) if role == "worker" else (),
     )  # fmt: skip
 
 

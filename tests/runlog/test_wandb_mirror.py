@@ -66,6 +66,37 @@ def test_the_real_client_sends_each_step_once(tmp_path: Path):
     assert not any(KEY in body for body in server.bodies)  # the key travels as a header, never as data
 
 
+EVALS = """
+import sys, pathlib
+from telescope.config.sections import LoggingSettings
+from telescope.runlog.wandb_mirror import MirrorShare, WandbMirror
+mirror = WandbMirror(LoggingSettings(), name="a-run", folder=pathlib.Path(sys.argv[1]), config={})
+mirror.log_eval(0, "own", 0, {"eval/own/reward": 0.1})
+mirror.log(1, {"loss": 1.0})
+mirror.log(2, {"loss": 2.0})
+mirror.log_eval(2, "own", 1, {"eval/own/reward": 0.2})
+mirror.log_eval(2, "other", 2, {"eval/other/reward": 0.3})
+mirror.log(3, {"loss": 3.0})
+mirror.close(timeout_s=60)
+print(mirror.failure, flush=True)
+"""
+
+
+def test_an_eval_stands_in_the_row_of_the_latest_step_and_names_its_own(tmp_path: Path):
+    server = FakeWandb()
+    clean = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    known = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
+    command = [sys.executable, "-c", EVALS, str(tmp_path)]
+    done = subprocess.run(command, env=clean | known, capture_output=True, text=True, timeout=100, check=True)
+    server.shutdown()
+    assert done.stdout.splitlines()[-1] == ""
+    told = [
+        (row["_step"], row.get("loss"), row.get("eval/own/reward"), row.get("eval/own/step"), row.get("eval/other/step"))
+        for row in server.history
+    ]
+    assert told == [(0, None, 0.1, 0.0, None), (1, 1.0, None, None, None), (2, 2.0, 0.2, 1.0, 2.0), (3, 3.0, None, None, None)]
+
+
 def test_another_attempt_goes_on_with_the_same_run_and_the_last_row_of_each_step_is_the_right_one(tmp_path: Path):
     """The checkpoint was that of step 2, and step 3 was trained before the first attempt died. What of it had come to the disk
     counts for nothing: W&B knows what it has."""
