@@ -35,6 +35,7 @@ SIGNS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
 ABOUT = {
     "run": "Name, folder, length and seed of a run: the settings that belong to no section.",
     "model": "Which model is trained, and whether all of it or a LoRA adapter.",
+    "eval": "What all evals share: when, how many prompts and answers, how they are sampled, and what passes.",
     "orchestrator": "How many prompts are in flight, how old a sample may be, and what a batch is made of.",
     "rollout": "How an answer is sampled, how long it may take, and how often a failed one is tried again.",
     "trainer": "The optimiser, its schedule, minibatches and packing.",
@@ -47,7 +48,6 @@ ABOUT = {
     "cluster": "How many processes run, and on which hosts. `cluster=NAME` chooses.",
     "logging": "What is kept and shown, and Weights & Biases.",
     "environments": "What is trained on. `env=[NAME, …]` makes an entry `environments.NAME`; `kwargs` are its own settings.",
-    "eval": "What all evals share: when, how many prompts and answers, how they are sampled, and what passes.",
     "evals": "What one eval has of its own, by its name.",
     "sandbox": "Where programs run that a model wrote: `sandbox` among the settings of an environment that runs some.",
 }
