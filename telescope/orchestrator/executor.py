@@ -78,7 +78,7 @@ class Executor:
             case commands.RecordGroupState():
                 self._recorder.record_group(command)
             case commands.BeginEval():
-                self._recorder.begin_eval(command)
+                self._recorder.evals.begin(command)
             case commands.EndEval():
                 self._recorder.end_eval(command)
             case commands.ForgetRollouts(rollout_ids=rollout_ids):

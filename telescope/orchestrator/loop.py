@@ -232,7 +232,7 @@ class Orchestrator:
 
     @property
     def _doing(self) -> str:
-        evaluating = self._recorder.evaluating
+        evaluating = self._recorder.evals.described
         return f"{self.executor.doing} · {evaluating}" if evaluating else self.executor.doing
 
     # ---- what peers say ----------------------------------------------------------------------------------------------

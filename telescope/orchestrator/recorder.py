@@ -34,7 +34,8 @@ from telescope.orchestrator.cohorts import (
     pool,
     summarize,
 )
-from telescope.orchestrator.eval_scores import EvalProgress, EvalTally, Measure, describe, name_metrics
+from telescope.orchestrator.eval_recorder import EvalRecorder
+from telescope.orchestrator.eval_scores import Measure
 from telescope.orchestrator.failure_rates import FailureRates, count_failures
 from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout
@@ -50,13 +51,6 @@ from telescope.wire.messages import StepReport
 log = logging.getLogger(__name__)
 
 PACE_STEPS = 10
-SUMMARIZED = (
-    *("prompts", "samples", "scored", "failed", "truncated", "reward", "reward_error", "reward_low", "reward_high"),
-    *("pass_at", "pass_all", "metrics", "version_first", "version_last"),
-)
-"""Of an eval's row, what its run's summary has."""
-EVAL_LINES = 8
-"""Of evals that have ended, as many stand in the status."""
 
 
 class Recorder:
@@ -84,14 +78,7 @@ class Recorder:
         self.rewards = rewards or RewardRanges()
         self._trained = frozenset(environments)
         self._group_size, self._each = group_size, len(environments) > 1
-        self._evals = EvalTally(evals)
-        self._evals_ended = 0
-        self._eval_results: dict[str, dict[str, Any]] = {}
-        """The latest complete row of each eval, by name."""
-        self._eval_baselines: dict[str, dict[str, Any]] = {}
-        """Its first one."""
-        self._eval_lines: deque[str] = deque(maxlen=EVAL_LINES)
-        self._eval_starts: dict[tuple[str, int], float] = {}
+        self.evals = EvalRecorder(log, mirror, evals)
         self._cohorts = CohortTally(group_size)
         self._ends = CohortEnds()
         self._ended: list[Cohort] = []
@@ -137,9 +124,7 @@ class Recorder:
             first_cohorts=tuple(self._ends.first),
             last_cohorts=tuple(self._ends.last),
             cohorts_ended=self._ends.count,
-            evals=self._evals.save(),
-            eval_results=tuple(self._eval_results.values()),
-            eval_baselines=tuple(self._eval_baselines.values()),
+            evals=self.evals.save(),
         )
 
     def resume(self, counters: SummaryCounters, history: Sequence[Mapping[str, Any]]) -> None:
@@ -151,9 +136,7 @@ class Recorder:
         self.history = [{name: value for name, value in step.items() if value is not None} for step in history]
         self._cohorts.restore(counters.cohorts)
         self._ends = CohortEnds(list(counters.first_cohorts), list(counters.last_cohorts), counters.cohorts_ended)
-        self._evals.restore(counters.evals)
-        self._eval_results = {row["eval"]: row for row in counters.eval_results}
-        self._eval_baselines = {row["eval"]: row for row in counters.eval_baselines}
+        self.evals.restore(counters.evals)
         self._sampled_before = self.tokens["completion"]
 
     def add_to_next_step(self, metrics: Mapping[str, float], *, instead_of: str = "") -> None:
@@ -213,8 +196,9 @@ class Recorder:
             self._write_scored(*self._put_off.popleft())
 
     def _write_scored(self, rollout: Rollout, safe: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
         if rollout.order.eval:
-            self._write_eval_sample(rollout, safe)
+            self.evals.write_scored(rollout, make_rollout_row(rollout), lambda: _schedule(loop, safe))
             return
         if rollout.taken:
             label = rollout.order.prompt.environment
@@ -227,7 +211,6 @@ class Recorder:
                 self.alert("warning", f"environments.{label}", sentence)
         self.tokens["prompt"] += rollout.result.prompt_tokens
         self.tokens["completion"] += rollout.result.completion_tokens
-        loop = asyncio.get_running_loop()
         row = {**make_rollout_row(rollout), "status": "scored" if rollout.taken else "ignored"}
         self._log.append("rollouts", row, lambda: _schedule(loop, safe))
 
@@ -235,7 +218,7 @@ class Recorder:
         row = {**make_order_row(rollout.order), "status": "cancelled", "cause": cause, "worker": rollout.worker}
         if rollout.order.eval:
             row |= {} if rollout.cancelled else {"status": "error", "failure": kind}
-            self._log.append("eval_samples", row | self._place_sample(rollout))
+            self.evals.write_failed(rollout, row)
             return
         if not rollout.cancelled:
             label = rollout.order.prompt.environment
@@ -244,50 +227,10 @@ class Recorder:
             row |= {"status": "error", "failure": kind}
         self._log.append("rollouts", row)
 
-    # ---- evals
-
-    def _write_eval_sample(self, rollout: Rollout, safe: Callable[[], None]) -> None:
-        place = self._place_sample(rollout)
-        if rollout.taken:
-            self._evals.add(rollout)
-        row = {**make_rollout_row(rollout), **place, "status": "scored" if rollout.taken else "ignored"}
-        del row["length_penalty"]
-        loop = asyncio.get_running_loop()
-        self._log.append("eval_samples", row, lambda: _schedule(loop, safe))
-
-    def _place_sample(self, rollout: Rollout) -> dict[str, Any]:
-        """Which eval it is a sample of; the step is not known once that has ended."""
-        progress = self._evals.find(rollout.order.rollout_id)
-        return {"eval": rollout.order.eval, "step": None if progress is None else progress.step}
-
-    def begin_eval(self, command: commands.BeginEval) -> None:
-        self._evals.begin(EvalProgress(command.eval, command.step, command.prompts, command.samples, command.first_rollout))
-        self._eval_starts[command.eval, command.step] = time.monotonic()
-        log.info("eval %s of step %d: %d prompts x %d", command.eval, command.step, command.prompts, command.samples)
-
     def end_eval(self, command: commands.EndEval) -> None:
-        """Write its row and, where it is complete, tell its numbers."""
+        """With all its scores, those that were put off too."""
         self.catch_up()
-        row = self._evals.end(command.eval, command.step, command.state, command.failed, command.unfinished)
-        began = self._eval_starts.pop((command.eval, command.step), None)
-        if began is not None:
-            row["seconds"] = time.monotonic() - began
-        self._log.append("evals", row)
-        said = describe(row)
-        log.info("%s", said)
-        self._evals_ended += 1
-        self._eval_lines.append(said)
-        if row["state"] != "complete":
-            return
-        self._eval_results[command.eval] = row
-        self._eval_baselines.setdefault(command.eval, row)
-        if self._mirror is not None:
-            self._mirror.log_eval(len(self.history), command.eval, command.step, name_metrics(row))
-
-    @property
-    def evaluating(self) -> str:
-        """What evals are under way; empty for none."""
-        return self._evals.described
+        self.evals.end(command, len(self.history))
 
     def _warn_of_failures(self, label: str, sentence: str) -> None:
         if sentence:
@@ -451,8 +394,7 @@ class Recorder:
             "exact": latest.get("sample/exact"),
             "sampled_tokens_per_s": latest.get("tokens_per_s/sampled"),
             "lag": latest.get("staleness_mean"),
-            "evals": self._evals_ended,
-            "latest_evals": list(self._eval_lines),
+            **self.evals.status,
             "alerts": self._alerts[0],
             "alert": self._alerts[1],
             **fields,
@@ -481,7 +423,7 @@ class Recorder:
             "exact_last": last.get("metrics", {}).get("exact"),
             "policy_first": first,
             "policy_last": last,
-            "evals": {name: self._summarize_eval(name, row) for name, row in self._eval_results.items()},
+            "evals": self.evals.summary,
             "rollouts": {
                 "generated": counts.rollouts_generated,
                 "trained": counts.rollouts_trained,
@@ -511,15 +453,6 @@ class Recorder:
         }
         text = orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode()
         self._write(self._run.summary_json, text + "\n", durable=True)
-
-    def _summarize_eval(self, name: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Its latest complete round, and the reward of the first one beside it."""
-        first = self._eval_baselines[name]
-        return {
-            "step": row["step"],
-            **{field: row.get(field) for field in SUMMARIZED},
-            "first": {"step": first["step"], "reward": first["reward"]},
-        }
 
     def _write(self, path: Path, text: str, *, durable: bool) -> None:
         """A disk that takes no status ends no run; it is said once a file."""

@@ -47,6 +47,14 @@ class SavedRollout(Record):
     normalised: float | None
 
 
+class SavedEvalScores(Record):
+    """Evals under way, and of each eval the rows of the latest complete round and of the first."""
+
+    under_way: tuple[EvalProgress, ...] = ()
+    latest: tuple[dict[str, Any], ...] = ()
+    first: tuple[dict[str, Any], ...] = ()
+
+
 class SummaryCounters(Record):
     """What the summary adds up over a run. `cohorts`: those that have not been reported; `first_cohorts`, `last_cohorts` and
     `cohorts_ended` of those that have."""
@@ -59,10 +67,7 @@ class SummaryCounters(Record):
     first_cohorts: tuple[CohortMeans, ...] = ()
     last_cohorts: tuple[CohortMeans, ...] = ()
     cohorts_ended: int = 0
-    evals: tuple[EvalProgress, ...] = ()
-    eval_results: tuple[dict[str, Any], ...] = ()
-    """The latest complete row of each eval, and its first."""
-    eval_baselines: tuple[dict[str, Any], ...] = ()
+    evals: SavedEvalScores = SavedEvalScores()
 
 
 class SavedState(Record):

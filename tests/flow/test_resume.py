@@ -64,10 +64,10 @@ def any_case(seed: int, largest_batch: int = 32) -> tuple[Any, Manners]:
 
 
 def prompts(case: Any, commands: list[Any]) -> dict[int, Any]:
-    """The prompt of each group that was sent out; one group has one prompt, in whatever attempt."""
+    """The prompt of each group of training that was sent out; one group has one prompt, in whatever attempt."""
     found: dict[int, Any] = {}
     for command in commands:
-        if isinstance(command, do.DispatchRollout):
+        if isinstance(command, do.DispatchRollout) and not command.order.eval:
             assert found.setdefault(command.order.group_id, command.order.prompt) == command.order.prompt
     return found
 

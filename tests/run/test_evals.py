@@ -136,15 +136,15 @@ def test_a_run_whose_trainer_is_killed_in_mid_eval_goes_on_and_counts_each_sampl
         "checkpoint.every=1",
         "eval.every=3",
         "eval.baseline=false",
-        "eval.num_prompts=60",
+        "eval.num_prompts=300",
         "eval.num_samples=2",
-        "inference.fake_token_s=0.01",
+        "inference.fake_token_s=0.02",
         "backend.step_s=0.3",
     )
     run.until(lambda: evaluates(run, 3) and (run.status().get("step") or 0) >= 4, "in the eval of step 3")
     os.kill(run.find("trainer-0").pid, signal.SIGKILL)
     assert run.wait() == 0, run.said()
-    assert_each_eval_is_whole_and_counted_once(run, [3, 6], 120)
+    assert_each_eval_is_whole_and_counted_once(run, [3, 6], 600)
     assert replay(journal_lines(run.directory.journal)).disagreement is None
 
 

@@ -1,0 +1,111 @@
+"""What is written down of evals: rows of samples and of whole evals, lines for the terminal, the summary's part, W&B.
+
+Reads the clock, decides nothing; the numbers are eval_scores.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from telescope.flow import commands
+from telescope.orchestrator.eval_scores import EvalProgress, EvalTally, Measure, describe, name_metrics
+from telescope.orchestrator.rollout_store import Rollout
+from telescope.orchestrator.saved_state import SavedEvalScores
+from telescope.runlog.wandb_mirror import WandbMirror
+from telescope.runlog.writer import RunLog
+
+log = logging.getLogger(__name__)
+
+SUMMARIZED = (
+    *("prompts", "samples", "scored", "failed", "truncated", "reward", "reward_error", "reward_low", "reward_high"),
+    *("pass_at", "pass_all", "metrics", "version_first", "version_last"),
+)
+"""Of an eval's row, what its run's summary has."""
+LINES = 8
+"""Of evals that have ended, as many stand in the status."""
+
+
+class EvalRecorder:
+    """`measures`: how each eval is scored, by its name."""
+
+    def __init__(self, run_log: RunLog, mirror: WandbMirror | None, measures: Mapping[str, Measure]) -> None:
+        self._log, self._mirror = run_log, mirror
+        self._tally = EvalTally(measures)
+        self._latest: dict[str, dict[str, Any]] = {}
+        """The latest complete row of each eval, by name."""
+        self._first: dict[str, dict[str, Any]] = {}
+        """Its first one."""
+        self._starts: dict[tuple[str, int], float] = {}
+        self._ended = 0
+        self._lines: deque[str] = deque(maxlen=LINES)
+
+    @property
+    def described(self) -> str:
+        """What evals are under way; empty for none."""
+        return self._tally.described
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """How many have ended, and a line of each of the last ones."""
+        return {"evals": self._ended, "latest_evals": list(self._lines)}
+
+    @property
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """By name: the latest complete round, and the reward of the first one beside it."""
+        return {name: self._summarize(name, row) for name, row in self._latest.items()}
+
+    def _summarize(self, name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        first = self._first[name]
+        numbers = {field: row.get(field) for field in SUMMARIZED}
+        return {"step": row["step"], **numbers, "first": {"step": first["step"], "reward": first["reward"]}}
+
+    def save(self) -> SavedEvalScores:
+        return SavedEvalScores(self._tally.save(), tuple(self._latest.values()), tuple(self._first.values()))
+
+    def restore(self, saved: SavedEvalScores) -> None:
+        self._tally.restore(saved.under_way)
+        self._latest = {row["eval"]: row for row in saved.latest}
+        self._first = {row["eval"]: row for row in saved.first}
+
+    def begin(self, command: commands.BeginEval) -> None:
+        self._tally.begin(EvalProgress(command.eval, command.step, command.prompts, command.samples, command.first_rollout))
+        self._starts[command.eval, command.step] = time.monotonic()
+        log.info("eval %s of step %d: %d prompts x %d", command.eval, command.step, command.prompts, command.samples)
+
+    def write_scored(self, rollout: Rollout, row: Mapping[str, Any], safe: Callable[[], None]) -> None:
+        """A sample has its score; `row`: as one of training has it."""
+        if rollout.taken:
+            self._tally.add(rollout)
+        written = {name: value for name, value in row.items() if name != "length_penalty"}
+        written |= {**self._place(rollout), "status": "scored" if rollout.taken else "ignored"}
+        self._log.append("eval_samples", written, safe)
+
+    def write_failed(self, rollout: Rollout, row: Mapping[str, Any]) -> None:
+        self._log.append("eval_samples", {**row, **self._place(rollout)})
+
+    def _place(self, rollout: Rollout) -> dict[str, Any]:
+        """Which eval it is a sample of; the step is not known once that has ended."""
+        progress = self._tally.find(rollout.order.rollout_id)
+        return {"eval": rollout.order.eval, "step": None if progress is None else progress.step}
+
+    def end(self, command: commands.EndEval, latest_step: int) -> None:
+        """Write its row and, where it is complete, tell its numbers. `latest_step`: the one reported last."""
+        row = self._tally.end(command.eval, command.step, command.state, command.failed, command.unfinished)
+        began = self._starts.pop((command.eval, command.step), None)
+        if began is not None:
+            row["seconds"] = time.monotonic() - began
+        self._log.append("evals", row)
+        said = describe(row)
+        log.info("%s", said)
+        self._ended += 1
+        self._lines.append(said)
+        if row["state"] != "complete":
+            return
+        self._latest[command.eval] = row
+        self._first.setdefault(command.eval, row)
+        if self._mirror is not None:
+            self._mirror.log_eval(latest_step, command.eval, command.step, name_metrics(row))
