@@ -40,18 +40,26 @@ class BadReward(GraderError):
 
 
 def check_reward(reward: Reward) -> Reward:
-    """Raises `BadReward` unless the total and every metric is a finite number, the total within `REWARD_LIMIT`."""
+    """The same with plain numbers. Raises `BadReward` unless the total and every metric is a finite one, the total within
+    `REWARD_LIMIT`."""
     if not isinstance(reward, Reward):
         raise BadReward(f"play returned {type(reward).__name__}, not a Reward")
     if not isinstance(reward.metrics, Mapping):
         raise BadReward(f"the reward's metrics are {_name_type(reward.metrics)}, not a dict of numbers")
     with _refuse_formless("numbers"):
-        for name, value in (("total", reward.total), *reward.metrics.items()):
-            if not isinstance(value, Real) or not math.isfinite(value):
-                raise BadReward(f"the reward's {name} is {value!r}, not a finite number")
-    if abs(reward.total) > REWARD_LIMIT:
-        raise BadReward(f"the reward's total is {reward.total!r}, beyond ±{REWARD_LIMIT:.0e}: scale the environment's rewards")
-    return reward
+        total = _as_number("total", reward.total)
+        metrics = {name: _as_number(name, value) for name, value in reward.metrics.items()}
+    if abs(total) > REWARD_LIMIT:
+        raise BadReward(f"the reward's total is {total!r}, beyond ±{REWARD_LIMIT:.0e}: scale the environment's rewards")
+    return Reward(total, metrics, reward.golden_answers, reward.tags, reward.info)
+
+
+def _as_number(name: object, value: object) -> float:
+    """What is checked is what is sent: a number of a class of its own may say one thing and convert to another."""
+    number = float(value) if isinstance(value, Real) else math.nan
+    if not math.isfinite(number):
+        raise BadReward(f"the reward's {name} is {value!r}, not a finite number")
+    return number
 
 
 def score_policy_error(error: PolicyError) -> Reward:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import threading
 import time
@@ -289,6 +290,21 @@ async def test_rewards_beyond_a_million_are_refused() -> None:
     for value in (1.1e6, -1e300):
         with pytest.raises(BadReward, match=r"the reward's total is .* beyond ±1e\+06"):
             check_reward(Reward(value))
+
+
+class Turncoat(float):
+    """A number that converts to another one."""
+
+    def __float__(self) -> float:
+        return math.nan
+
+
+def test_a_reward_is_checked_in_the_form_in_which_it_is_sent() -> None:
+    for reward in (Reward(Turncoat(0.5)), Reward(0.5, {"exact": Turncoat(1.0)})):
+        with pytest.raises(BadReward, match="not a finite number"):
+            check_reward(reward)
+    told = check_reward(Reward(np.float32(0.5), {"n": np.int64(3)}))  # type: ignore[arg-type]
+    assert [type(value) for value in (told.total, told.metrics["n"])] == [float, float]
 
 
 async def failed_body(environment: Environment, template: ChatTemplate, secrets: frozenset[str] = frozenset()) -> RolloutError:
