@@ -60,11 +60,11 @@ def rank_parameters(shape: ModelShape, tensor: int) -> int:
 def parallel_activation_bytes(shape: ModelShape, compute_bytes: int, tensor: int, *, spread_sequence: bool) -> int:
     """What one layer keeps for its backward pass on one of `tensor` ranks, for one token of the row.
 
-    As `layer_activation_bytes`, and megatron-core's MLP keeps one of its two products twice. All but the two norms is cut;
+    As `layer_activation_bytes`, without the activated gate: megatron-core computes it again. All but the two norms is cut;
     these, too, where the sequence is. A test compares it with the tensors that layers save.
     """
     norms = 2 * (4 * (shape.hidden + 1) + 2 * compute_bytes * shape.hidden)
-    rest = layer_activation_bytes(shape, compute_bytes) - norms + compute_bytes * shape.intermediate
+    rest = layer_activation_bytes(shape, compute_bytes) - norms - compute_bytes * shape.intermediate
     return norms // (tensor if spread_sequence else 1) + rest // tensor
 
 
