@@ -203,11 +203,8 @@ def _memory(config: RunConfig, shape: ModelShape, card: GpuCard | None) -> Itera
     memory = estimate_rank(config, shape)
     if memory is not None:
         yield describe_trainer_memory(memory, config.cluster.trainer_num_workers)
-    elif config.backend_name == "megatron":
-        yield (
-            "What a trainer rank holds is not estimated for backend=megatron, and its steps are taken to be as long as those "
-            "of backend=fsdp."
-        )
+    if config.backend_name == "megatron":
+        yield "The steps of backend=megatron are taken to be as long as those of backend=fsdp."
     if card is not None:
         yield describe_server_memory(estimate_server(config, shape, card), config.inference.max_model_len, card)
 

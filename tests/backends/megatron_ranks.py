@@ -23,8 +23,10 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from telescope.algorithms.base import Algorithm
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, Saved, TrainShard, World
-from telescope.backends.common import vocabulary
+from telescope.backends.common import attention, vocabulary
 from telescope.backends.common.logprobs import logprobs
+from telescope.backends.megatron.layers import AttentionRow
+from telescope.backends.megatron.policy import ParallelRow
 from telescope.maths.support import WHOLE, Support
 from telescope.weights.buckets import buckets, lay_out
 from tests.backends.four_ranks import forked, meet
@@ -124,6 +126,10 @@ def models(folder: Path) -> dict[str, str]:
         kind, place = name.partition(" ")[0], folder / name.replace(" ", "-")
         given = {**SIZES, "head_dim": 8, **changes}
         made[name] = random_model(place, **given) if kind == "qwen3" else random_other(place, kind, **given)
+    for kind in KEEPING:
+        for layers in (1, 3):
+            make_one = random_model if kind == "qwen3" else partial(random_other, kind=kind)
+            make_one(keeping_model(folder, kind, layers), **SIZES, head_dim=8, num_hidden_layers=layers)
     return made
 
 
@@ -221,6 +227,40 @@ def store(file: Path, backend: Any, metrics: list[dict[str, float]], rank: int) 
         torch.save({"metrics": metrics, "weights": weights}, file)
 
 
+KEPT = {"1": Case(1), "TP 2": Case(2, settings=TP2), "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS)}
+"""Whose layers are asked what they keep for their backward pass, in models of one and of three layers of each of `KEEPING`."""
+KEEPING = ("qwen3", "qwen2")
+KEPT_TOKENS = 64
+
+
+def keeping_model(folder: Path, kind: str, layers: int) -> Path:
+    return folder / f"{kind}-of-{layers}"
+
+
+def count_kept(name: str, case: Case, kind: str, layers: int, rank: int, folder: Path) -> None:
+    """Bytes that autograd keeps of the layers of one row, in bfloat16, on the first rank."""
+    model = str(keeping_model(folder, kind, layers))
+    backend = watch(make(case, model, World(rank, case.ranks, "cpu")), **case.settings, **HALF)
+    policy = backend._policy
+    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.lm.parameters()}
+    kept: dict[int, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    ids, row = torch.zeros(1, KEPT_TOKENS, dtype=torch.int64), np.array([0, KEPT_TOKENS])
+    cos, sin = policy._rotation(torch.empty(0, dtype=torch.bfloat16), torch.arange(KEPT_TOKENS)[None])
+    told = AttentionRow(qkv_format="sbhd", segments=attention.segments(policy.kind, row, "cpu"), cos=cos, sin=sin)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        policy._final_states(ParallelRow(ids, told, ids[0], ids[0], 1.0))
+    if rank == 0:
+        (folder / f"kept {name} {kind} {layers}").write_text(str(sum(storage.nbytes() for storage in kept.values())))
+    backend.close()
+
+
 def check_logprobs(rank: int, size: int) -> None:
     """Of a head that is cut into `size` parts, beside the head as a whole: values and gradients."""
     torch.manual_seed(5)
@@ -279,6 +319,11 @@ def main() -> int:
             if case.ranks == size:
                 resume(name, case, made[case.model], rank, folder, None)
                 resume(name, case, made[case.model], rank, folder, folder / f"saved {name}")
+        for name, case in KEPT.items():
+            if case.ranks == size:
+                for kind in KEEPING:
+                    for layers in (1, 3):
+                        count_kept(name, case, kind, layers, rank, folder)
         if size == 2:
             resume("TP 2 of FSDP", Case(2, settings=TP2), made["qwen3"], rank, folder, folder / "saved by FSDP")
         if size == 1:

@@ -6,6 +6,7 @@ with FSDP on one rank.
 
 from __future__ import annotations
 
+import json
 import queue
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +22,19 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed here
 from telescope.backends.base import Saved, World
 from telescope.cli.export import Wanted, export
 from telescope.config.sections import ModelSettings
+from telescope.maths.memory import shape_from
+from telescope.maths.parallel_memory import parallel_activation_bytes
 from tests.backends.four_ranks import run_module
 from tests.backends.megatron_ranks import (
     CASES,
+    KEEPING,
+    KEPT,
+    KEPT_TOKENS,
     PLANTED,
     RESUMED,
     SHARES,
     Case,
+    keeping_model,
     make,
     models,
     pack_all,
@@ -222,3 +229,16 @@ def test_moments_on_all_ranks_or_spread_over_them_are_the_same_update_of_weights
 
 def test_part_of_a_shard_is_what_the_ranks_take():
     assert [item.rollout_id for item in part(whole_shard(), SHARES[2][1]).items] == [106, 107, 105, 104]
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+@pytest.mark.parametrize("kind", KEEPING)
+@pytest.mark.parametrize("name", KEPT)
+def test_a_layer_keeps_for_its_backward_pass_what_planning_says(folder: Path, name: str, kind: str):
+    """Of two more layers, by autograd's own account; sdpa on a CPU copies its output once more."""
+    case = KEPT[name]
+    shape = shape_from(json.loads((keeping_model(folder, kind, 3) / "config.json").read_text()))
+    one, three = (int((folder / f"kept {name} {kind} {layers}").read_text()) for layers in (1, 3))
+    spread = case.settings.get("sequence_parallel", case.tensor_size > 1)
+    told = parallel_activation_bytes(shape, 2, case.tensor_size, spread_sequence=spread)
+    assert (three - one) / 2 / KEPT_TOKENS == told + 2 * shape.query // case.tensor_size

@@ -28,6 +28,8 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.shapes import SHAPES, make_model
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, World
+from telescope.backends.fsdp import FSDP
+from telescope.backends.megatron import Megatron
 from telescope.maths.support import Support
 from tests.backends.megatron_watching import on_cpu
 from tests.backends.megatron_watching import watch as watch_megatron
@@ -261,10 +263,12 @@ def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float
 
 
 def time_of(rank: int, order: Order, world: World) -> None:
-    """Tokens a second of the third step: rows of 16,384 tokens of samples of 2,048, two rows a rank."""
+    """Tokens a second of the third step, and the peak of memory beside the estimate: rows of 16,384 tokens of samples of 2,048,
+    two rows a rank."""
     length, count = 2048, 16 * order.size
     job = make_job(model=order.model, world=world, seq_len=16_384, entropy_chunk_size=2048)
-    backend = build(order, job)
+    settings = (FSDP if order.backend == "fsdp" else Megatron)(**order.settings)
+    backend = settings.build(job)
     shard = make_shard(lengths=[length] * count, logprob=-12.0)
     models = order.size // order.tensor_size
     own = part(shard, range(rank // order.tensor_size, count, models))
@@ -273,8 +277,14 @@ def time_of(rank: int, order: Order, world: World) -> None:
         metrics = backend.train_step(replace(own, step=step)).metrics
     backend.close()
     if rank == 0:
-        memory = torch.cuda.max_memory_allocated() / 2**30
-        print(f"{order.backend} {order.settings}: {metrics['trainer_tokens_per_s']:.0f} tokens/s, {memory:.1f} GiB", flush=True)
+        told = settings.rank_memory(SHAPES[order.shape], job.model, job.trainer, ranks=order.size, longest=length)
+        assert told is not None
+        peak, told_gib = torch.cuda.max_memory_allocated() / 2**30, told.total / 2**30
+        print(
+            f"{order.backend} {order.settings}: {metrics['trainer_tokens_per_s']:.0f} tokens/s, {peak:.2f} GiB, estimated "
+            f"{told_gib:.2f} ({told_gib / peak - 1:+.1%})",
+            flush=True,
+        )
 
 
 def speed(folder: Path, gpus: int, shape: str) -> None:

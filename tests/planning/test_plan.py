@@ -30,6 +30,7 @@ from telescope.planning.memory import (
     divide,
     estimate_rank,
     estimate_server,
+    find_fewest_again,
     shape_of,
 )
 
@@ -239,6 +240,21 @@ def test_ranks_that_share_rows_hold_parts_of_them_and_pack_together() -> None:
     assert rows_a_rank(paired, load) == rows_a_rank(divide(config, 1, 2), load)
     ranks = [split.ranks for split in try_splits(paired, 6, lambda divided: assume_latencies(divided, shape, CARDS["h100"]))]
     assert ranks == [4, 2]
+
+
+def test_a_megatron_rank_is_estimated_and_told_what_would_make_room(say: Callable[..., tuple[int, str]]) -> None:
+    given = ("model=qwen3-4b", "backend=megatron", "backend.use_distributed_optimizer=false")
+    given += ("cluster.trainer_num_workers=2", "trainer.seq_len=16384", "--card", "h100")
+    code, said = say(*given)
+    assert code == 1
+    assert "A trainer rank needs about" in said
+    assert "It would fit with backend.tensor_parallel_size=2; or with shorter rows." in said
+    code, said = say(*given, "backend.tensor_parallel_size=2")
+    assert code == 0
+    assert "A trainer rank of 2 needs about" in said
+    assert "The steps of backend=megatron are taken to be as long as those of backend=fsdp." in said
+    config = composed("model=qwen3-4b", "backend=megatron", "cluster.trainer_num_workers=2", "backend.tensor_parallel_size=2")
+    assert find_fewest_again(config, shape_of("Qwen/Qwen3-4B"), 10**15) == {"gradient_checkpointing": False}
 
 
 def test_splits_are_those_that_the_settings_of_the_backend_allow() -> None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from telescope.backends.base import Backend, BackendSettings, Job
 from telescope.backends.common import attention_choice
+
+if TYPE_CHECKING:
+    from telescope.config.sections import ModelSettings, TrainerSettings
+    from telescope.maths.memory import ModelShape, TrainerMemory
 
 NO_GPU = "backend=megatron trains on GPUs alone, and there is none for the trainer's ranks: set backend=fsdp"
 NOT_INSTALLED = (
@@ -70,6 +74,17 @@ class Megatron(BackendSettings):
         if self.use_distributed_optimizer == "auto":
             return ranks > self.tensor_parallel_size
         return self.use_distributed_optimizer
+
+    def rank_memory(
+        self, shape: ModelShape, model: ModelSettings, trainer: TrainerSettings, *,
+        ranks: int, longest: int, reference: bool = False, handed_bytes: int = 0, seq_len: int | None = None,
+    ) -> TrainerMemory | None:  # fmt: skip
+        """See `BackendSettings.rank_memory`."""
+        from telescope.backends.megatron import sizing
+
+        return sizing.rank_memory(
+            self, shape, model, trainer, ranks=ranks, reference=reference, handed_bytes=handed_bytes, seq_len=seq_len
+        )
 
     def alone(self) -> Megatron:
         return self.model_copy(

@@ -183,7 +183,7 @@ def core_config(architecture: Architecture, settings: Megatron, computing: torch
         use_cpu_initialization=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=True,  # of gate and up: one kernel, which keeps neither of their products
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
