@@ -52,6 +52,16 @@ def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     return run
 
 
+def test_a_plan_for_megatron_says_what_it_does_not_count(say: Callable[..., tuple[int, str]]) -> None:
+    """Two stages are one model's: with two ranks they train all rows together."""
+    code, said = say(*SMALL, "backend=megatron", "backend.pipeline_parallel_size=2", "cluster.trainer_num_workers=2")
+    assert code == 0
+    assert "as long as those of backend=fsdp, without the wait of its stages for each other." in said
+    code, said = say(*SMALL, "backend=megatron")
+    assert code == 0
+    assert "as long as those of backend=fsdp." in said
+
+
 def test_the_plan_of_a_gpu_run_says_memory_times_and_the_best_split(say: Callable[..., tuple[int, str]]) -> None:
     code, said = say(*SMALL, "--gpus", "4")
     assert code == 0
