@@ -206,7 +206,7 @@ def _remedy(config: RunConfig, shape: ModelShape, card: GpuCard) -> str:
             break
     if (fewest := find_fewest_again(config, shape, card.memory)) is not None:
         found.append(write_settings(fewest))
-    for name, value in (*REMEDIES, *_finer_cuts(shape, ranks)):
+    for name, value in (*REMEDIES, *_finer_cuts(shape)):
         changed = _with(config, {name: value})
         if changed is not None and _fits(changed, shape, card.memory):
             found.append(write_settings({name: value}))
@@ -245,7 +245,10 @@ def _with(config: RunConfig, settings: Mapping[str, object]) -> RunConfig | None
         changed = type(config.backend).model_validate({**config.backend.model_dump(), **settings}, strict=True)
     except ValueError:
         return None
-    return config.model_copy(update={"backend": changed})
+    told = changed.run_errors(
+        ranks=config.cluster.trainer_num_workers, adapters=config.model.lora is not None, on_cpu=False
+    )  # fmt: skip
+    return None if any(True for _ in told) else config.model_copy(update={"backend": changed})
 
 
 def write_settings(settings: Mapping[str, object]) -> str:
@@ -253,11 +256,13 @@ def write_settings(settings: Mapping[str, object]) -> str:
     return " ".join(f"backend.{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items())
 
 
-def _finer_cuts(shape: ModelShape, ranks: int) -> Iterator[tuple[str, int]]:
+def _finer_cuts(shape: ModelShape) -> Iterator[tuple[str, int]]:
     """Of the model over ranks that are there, for a backend that cuts it."""
     for size in (2, 4, 8):
-        if ranks % size == 0 and shape.kv_heads % size == 0 and shape.intermediate % size == 0:
+        if shape.kv_heads % size == 0 and shape.intermediate % size == 0:
             yield "tensor_parallel_size", size
+        if shape.layers >= size:
+            yield "pipeline_parallel_size", size
 
 
 REMEDIES: tuple[tuple[str, bool | str], ...] = (

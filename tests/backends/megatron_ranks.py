@@ -26,6 +26,7 @@ from telescope.backends.base import Job, Saved, TrainShard, World
 from telescope.backends.common import attention, vocabulary
 from telescope.backends.common.logprobs import logprobs
 from telescope.backends.megatron.layers import AttentionRow
+from telescope.backends.megatron.masters import Masters
 from telescope.backends.megatron.policy import ParallelRow
 from telescope.maths.support import WHOLE, Support
 from telescope.weights.buckets import buckets, lay_out
@@ -45,11 +46,13 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {},
+    "qwen3": {"tie_word_embeddings": True},
     "qwen3 untied": {"tie_word_embeddings": False, "rope_parameters": YARN},
     "qwen2": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
     "mistral": {"tie_word_embeddings": False, "sliding_window": 6},
+    "qwen3 deep": {"num_hidden_layers": 9, "tie_word_embeddings": True},
+    "llama deep": {"num_hidden_layers": 5, "tie_word_embeddings": False},
 }
 ALL_PENALTIES = VARIANTS["grpo, penalties of all kinds"]
 """Asks for the base model's log-probs, and trains the entropy."""
@@ -67,21 +70,31 @@ class Case:
     temperatures: tuple[float, ...] = (1.0,)
     """Of the trajectories in turn: a batch may have several."""
     minibatches: tuple[int, ...] = (8,)
+    seq_len: int = 64
+    shares: tuple[list[int], ...] = ()
+    """Trajectories of each model; (): as `SHARES` has them."""
     bucket_size: int | None = None
     """Numbers of a bucket of gradients, where buckets are summed up as they are full; None: megatron-core's 40 million."""
-    planted: bool = False
-    """The sum of gradients over the ranks of a model is left out."""
+    missing: str = ""
+    """A sum of gradients over the ranks of a model that is left out, as megatron-core calls it."""
 
     @property
     def tensor_size(self) -> int:
         return int(self.settings.get("tensor_parallel_size", 1))
 
     @property
-    def models(self) -> int:
-        return self.ranks // self.tensor_size
+    def stages(self) -> int:
+        return int(self.settings.get("pipeline_parallel_size", 1))
+
+    def share(self, rank: int) -> list[int]:
+        """Trajectories of a rank."""
+        model = self.tensor_size * self.stages
+        return (self.shares or SHARES[self.ranks // model])[rank // model]
 
 
 TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
+PP2, PP4 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 4}
+ROUND = {"virtual_pipeline_size": 2}
 OVERLAPPED = {"overlap_grad_reduce": True}
 WHOLE_ROWS, WHOLE_MOMENTS = {"sequence_parallel": False}, {"use_distributed_optimizer": False}
 CUT, MIXED = Support(top_k=40, top_p=0.9), (0.7, 1.0, 1.6)
@@ -111,13 +124,34 @@ CASES = {
         4, settings=TP2 | OVERLAPPED, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
     ),
     "TP 2, DP 2, in buckets": Case(4, settings=TP2 | OVERLAPPED, bucket_size=1500),
-    **{f"TP 2, DP 2, {model}": Case(4, model, TP2) for model in MODELS if model != "qwen3"},
+    **{f"TP 2, DP 2, {model}": Case(4, model, TP2) for model in MODELS if model != "qwen3" and "deep" not in model},
     "TP 2, whole rows, qwen2": Case(2, "qwen2", TP2 | WHOLE_ROWS),
+    "PP 2": Case(2, settings=PP2),
+    "PP 2, computed again, untied": Case(2, "qwen3 untied", PP2 | {"gradient_checkpointing": True}),
+    "PP 2, one row": Case(2, settings=PP2, seq_len=256),
+    "PP 2, round, 2 minibatches": Case(
+        2, "llama deep", PP2 | ROUND, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
+    ),
+    "PP 2, mixed temperatures, cut": Case(2, settings=PP2, support=CUT, temperatures=MIXED, algorithm=ALL_PENALTIES),
+    "PP 4": Case(4, "qwen3 deep", PP4),
+    "PP 4, round": Case(4, "qwen3 deep", PP4 | ROUND),
+    "PP 2, TP 2": Case(4, settings=PP2 | TP2),
+    "PP 2, TP 2, whole rows, round": Case(4, "llama deep", PP2 | TP2 | ROUND | WHOLE_ROWS),
+    "PP 2, DP 2, 2 minibatches": Case(
+        4, settings=PP2, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
+    ),
+    "PP 2, DP 2, whole moments, overlapped": Case(4, settings=PP2 | WHOLE_MOMENTS | OVERLAPPED),
+    "PP 2, DP 2, round, overlapped": Case(4, "qwen3 deep", PP2 | ROUND | OVERLAPPED, algorithm=ALL_PENALTIES),
+    "PP 2, DP 2, an empty share": Case(4, settings=PP2, shares=([0, 3, 1, 2, 6, 7, 5, 4], [])),
 }  # fmt: skip
+NORMS, EMBEDDING = "_allreduce_non_tensor_model_parallel_grads", "_allreduce_word_embedding_grads"
 PLANTED = {
-    "TP 2": Case(2, settings=TP2, planted=True),
-    "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS, planted=True),
+    "TP 2": Case(2, settings=TP2, missing=NORMS),
+    "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS, missing=NORMS),
+    "PP 2": Case(2, settings=PP2, missing=EMBEDDING),
 }
+OWN_NORMS = Case(2, settings=PP2)
+"""Each stage takes the norm of its own gradients."""
 
 
 def models(folder: Path) -> dict[str, str]:
@@ -134,7 +168,7 @@ def models(folder: Path) -> dict[str, str]:
 
 
 def make(case: Case, model: str, world: World) -> Job:
-    job = make_job(model=model, seq_len=64, pad_to_multiple_of=1, world=world, algorithm=case.algorithm)
+    job = make_job(model=model, seq_len=case.seq_len, pad_to_multiple_of=1, world=world, algorithm=case.algorithm)
     return replace(job, support=case.support)
 
 
@@ -143,7 +177,7 @@ def whole_shard(step: int = 1, sizes: tuple[int, ...] = (8,), temperatures: tupl
 
 
 def share(case: Case, rank: int, step: int = 1) -> TrainShard:
-    return part(whole_shard(step, case.minibatches, case.temperatures), SHARES[case.models][rank // case.tensor_size])
+    return part(whole_shard(step, case.minibatches, case.temperatures), case.share(rank))
 
 
 def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:
@@ -153,12 +187,13 @@ def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:
     config = partial(DistributedDataParallelConfig, bucket_size=case.bucket_size)
     with mock.patch("telescope.backends.megatron.backend.DistributedDataParallelConfig", config):
         backend = watch(job, **case.settings)
-    assert all(len(buffer.buckets) >= 5 for buffer in backend._ddp.buffers), "many buckets"
+    assert all(len(buffer.buckets) >= 5 for ddp in backend._ddps for buffer in ddp.buffers), "many buckets"
     return backend
 
 
 def run(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
-    """Log-probs of each rank; gradients, metrics and weights after a step of rank 0, and what `pack` gives before and after."""
+    """Log-probs and metrics of each rank; gradients of each stage's first rank; weights after a step of rank 0, and what `pack`
+    gives before and after."""
     backend = build(case, model, rank)
     begun = pack_all(backend, rank)
     plain = backend.logprobs(share(case, rank))
@@ -166,9 +201,10 @@ def run(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
     weights, packed = dict(backend.weights()), pack_all(backend, rank)
     np.save(folder / f"{name}-{rank}.npy", plain)
     (folder / f"{name}-{rank}.json").write_bytes(msgspec.json.encode(result.metrics))
+    if rank < case.tensor_size * case.stages and rank % case.tensor_size == 0:
+        torch.save(backend.updates[-1], folder / f"{name}-gradients-{rank // case.tensor_size}.pt")
     if rank == 0:
-        found = {"gradients": backend.updates[-1], "weights": weights, "packed": packed, "begun": begun}
-        torch.save(found, folder / f"{name}.pt")
+        torch.save({"weights": weights, "packed": packed, "begun": begun}, folder / f"{name}.pt")
     backend.close()
 
 
@@ -187,9 +223,19 @@ def pack_all(backend: Any, rank: int) -> torch.Tensor:
 
 
 def planted(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
-    missing = "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads"
-    with mock.patch(missing, return_value=None):
+    with mock.patch(f"megatron.core.distributed.finalize_model_grads.{case.missing}", return_value=None):
         run(f"planted {name}", case, model, rank, folder)
+
+
+def own_norms(model: str, rank: int, folder: Path) -> None:
+    norm = Masters.norm
+
+    def own(masters: Masters, everywhere: dict[str, bool]) -> torch.Tensor:
+        with mock.patch("torch.distributed.all_reduce"):
+            return norm(masters, everywhere)
+
+    with mock.patch.object(Masters, "norm", own):
+        run("own norms", OWN_NORMS, model, rank, folder)
 
 
 HALF = {"mixed_precision_dtype": "bfloat16"}
@@ -199,10 +245,12 @@ RESUMED = {
     "DP 2, half, whole moments": Case(2, settings=HALF | WHOLE_MOMENTS),
     "DP 2, half, again": Case(2, settings=HALF),
     "DP 2, half, in buckets": Case(2, settings=HALF | OVERLAPPED, bucket_size=1500),
+    "PP 2, TP 2": Case(4, settings=PP2 | TP2),
+    "PP 2, DP 2, half": Case(4, settings=PP2 | HALF),
     "1": Case(1),
 }
-"""Each goes on from its own checkpoint; the last one also from the first's, whose ranks are four. "TP 2" goes on from one of
-FSDP, too, which lies in the folder before the ranks begin."""
+"""Each goes on from its own checkpoint. Others go on from the first's, whose ranks are four, from that of two stages, and from
+one of FSDP, which lies in the folder before the ranks begin."""
 
 
 def resume(name: str, case: Case, model: str, rank: int, folder: Path, begin: Path | None) -> None:
@@ -325,9 +373,13 @@ def main() -> int:
                     for layers in (1, 3):
                         count_kept(name, case, kind, layers, rank, folder)
         if size == 2:
-            resume("TP 2 of FSDP", Case(2, settings=TP2), made["qwen3"], rank, folder, folder / "saved by FSDP")
+            own_norms(made["qwen3"], rank, folder)
+            for name, settings in (("TP 2", TP2), ("PP 2", PP2)):
+                resume(f"{name} of FSDP", Case(2, settings=settings), made["qwen3"], rank, folder, folder / "saved by FSDP")
+            resume("PP 2 of four", Case(2, settings=PP2), made["qwen3"], rank, folder, folder / "saved TP 2, DP 2")
         if size == 1:
             resume("1 of four", RESUMED["1"], made["qwen3"], rank, folder, folder / "saved TP 2, DP 2")
+            resume("1 of two stages", RESUMED["1"], made["qwen3"], rank, folder, folder / "saved PP 2, TP 2")
 
     return forked(one_rank)
 

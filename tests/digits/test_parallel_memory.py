@@ -18,8 +18,19 @@ ONE: dict[str, Any] = {
 
 def test_matrices_are_cut_and_norms_are_whole():
     assert TINY.parameters == 2 * (576 + 20) + 80 + 8 == 1280
-    assert rank_parameters(TINY, 1) == 1280
-    assert rank_parameters(TINY, 2) == 2 * (288 + 20) + 40 + 8 == 664
+    assert rank_parameters(TINY, 1, layers=2) == 1280
+    assert rank_parameters(TINY, 2, layers=2) == 2 * (288 + 20) + 40 + 8 == 664
+
+
+def test_a_stage_has_its_layers_and_its_end_of_the_model():
+    """The last one of a tied model has a copy of the embedding."""
+    assert rank_parameters(TINY, 1, layers=1, ends=False) == 596 + 80
+    assert rank_parameters(TINY, 1, layers=1, begins=False) == 596 + 80 + 8
+    first = parallel_memory(TINY, **ONE, layers=1, ends=False, rows_held=2.0)
+    last = parallel_memory(TINY, **ONE, layers=1, begins=False)
+    assert (first.kept, first.tail, first.logits, first.waiting) == (100 * 2 * 2 * 8, 0, 0, 0)
+    assert (last.kept, last.head_gradient) == (100 * (2 * 8 + 80), 0)
+    assert last.logits == parallel_memory(TINY, **ONE).logits
 
 
 def test_weights_that_compute_lie_beside_those_that_are_updated():

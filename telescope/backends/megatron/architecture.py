@@ -133,6 +133,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 def _strange(config: Any, settings: Megatron) -> Iterator[str]:
     """What of the configuration is not computed here, or does not divide."""
     size, groups = settings.tensor_parallel_size, config.num_key_value_heads
+    yield from (sentence for _, sentence in settings.model_errors(layers=config.num_hidden_layers))
     for name in ("attention_bias", "mlp_bias"):
         if getattr(config, name, False):
             yield f"its config.json has {name}=true, which backend=megatron does not compute: set backend=fsdp"
