@@ -290,7 +290,7 @@ def count_kept(name: str, case: Case, kind: str, layers: int, rank: int, folder:
     model = str(keeping_model(folder, kind, layers))
     backend = watch(make(case, model, World(rank, case.ranks, "cpu")), **case.settings, **HALF)
     policy = backend._policy
-    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.lm.parameters()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
     kept: dict[int, Any] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -303,7 +303,7 @@ def count_kept(name: str, case: Case, kind: str, layers: int, rank: int, folder:
     cos, sin = policy._rotation(torch.empty(0, dtype=torch.bfloat16), torch.arange(KEPT_TOKENS)[None])
     told = AttentionRow(qkv_format="sbhd", segments=attention.segments(policy.kind, row, "cpu"), cos=cos, sin=sin)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        policy._final_states(ParallelRow(ids, told, ids[0], ids[0], 1.0))
+        policy.passed(0, ParallelRow(ids, told, ids[0], ids[0], 1.0), None)
     if rank == 0:
         (folder / f"kept {name} {kind} {layers}").write_text(str(sum(storage.nbytes() for storage in kept.values())))
     backend.close()
