@@ -19,11 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
+from torch.distributed import distributed_c10d
 
 from telescope.algorithms.base import Algorithm
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, Saved, TrainShard, World
-from telescope.backends.common import attention, vocabulary
+from telescope.backends.common import attention, ranks, vocabulary
 from telescope.backends.common.logprobs import logprobs
 from telescope.backends.megatron.layers import AttentionRow
 from telescope.backends.megatron.masters import Masters
@@ -342,6 +343,14 @@ def near(ours: Any, theirs: Any) -> None:
     assert float((ours - theirs).norm() / theirs.norm()) < 2e-6
 
 
+def end_groups() -> None:
+    """Of a backend, but for the one of all ranks: each has threads that wake a hundred times a second."""
+    dist.barrier()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def main() -> int:
     folder = Path(sys.argv[1])
     made = {name: str(folder / name.replace(" ", "-")) for name in MODELS}
@@ -351,6 +360,7 @@ def main() -> int:
             for size in (4, 2, 1):
                 if rank < size:
                     meet(folder / f"meeting-{size}", rank, size)
+                    ranks.leave = end_groups
                     all_of(size, rank)
                     dist.destroy_process_group()
 
