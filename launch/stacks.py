@@ -66,7 +66,7 @@ class StackReport:
 
 def read_stacks(log: str) -> StackReport | None:
     """The stacks at the end of a log's text; None where there are none."""
-    threads = [thread for thread in _last_dump(log.splitlines()) if thread]
+    threads, _ = _last_dump(log)
     if not threads:
         return None
     best = max(threads, key=_weigh)
@@ -76,33 +76,27 @@ def read_stacks(log: str) -> StackReport | None:
 def read_crash(log: str) -> StackReport | None:
     """Where a process was that a fault of its own killed (SIGSEGV, SIGABRT); None where the log does not say."""
     _, crashed, after = log.rpartition(_CRASH)
-    if not crashed:
-        return None
+    threads, current = _last_dump(after) if crashed else ([], [])
+    best = current or max(threads, key=_weigh, default=[])
+    return StackReport(tuple(best), bool(current) or _weigh(best) > 0) if best else None
+
+
+def _last_dump(log: str) -> tuple[list[list[Frame]], list[Frame]]:
+    """Threads of the last dump that have a frame, and the one that wrote it, empty where it has none. A blank line stands
+    between two threads of a dump."""
     threads: list[list[Frame]] = []
     current: list[Frame] = []
-    for line in after.splitlines():
+    before = "a dump's first line"
+    for line in log.splitlines():
         if _THREAD.match(line):
+            if before:
+                threads, current = [], []
             threads.append([])
             current = threads[-1] if line.startswith("Current") else current
         elif threads and (found := _FRAME.match(line)):
             threads[-1].append(Frame(found["file"], int(found["line"]), found["function"]))
-    best = current or max(filter(None, threads), key=_weigh, default=[])
-    return StackReport(tuple(best), bool(current) or _weigh(best) > 0) if best else None
-
-
-def _last_dump(lines: Sequence[str]) -> list[list[Frame]]:
-    """Threads of the last dump, which ends with the current one."""
-    threads: list[list[Frame]] = []
-    over = True
-    for line in lines:
-        if _THREAD.match(line):
-            if over:
-                threads = []
-            over = line.startswith("Current")
-            threads.append([])
-        elif threads and (found := _FRAME.match(line)):
-            threads[-1].append(Frame(found["file"], int(found["line"]), found["function"]))
-    return threads
+        before = line
+    return [thread for thread in threads if thread], current
 
 
 def _weigh(thread: Sequence[Frame]) -> int:

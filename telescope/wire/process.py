@@ -234,8 +234,9 @@ def leave(code: int) -> NoReturn:
     """Exit without the interpreter's farewell, which would wait for threads: those of a reward function that hangs, of a
     collective whose other ranks are gone, of a client whose server does not answer."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # an environment may have closed it, or put None there
+            stream.flush()
     os._exit(code)
 
 

@@ -219,6 +219,47 @@ async def test_a_body_without_end_is_refused(monkeypatch: pytest.MonkeyPatch):
     assert sent[0]["status"] == 408
 
 
+async def test_bodies_that_are_held_back_cost_no_more_than_a_few(monkeypatch: pytest.MonkeyPatch):
+    """60 strangers who each keep the last byte of 4 MiB to themselves."""
+    monkeypatch.setattr(http_gate, "BODIES_S", 0.0)
+    gate, reading, over = HttpGate(Inside(), GateRules(None, 4, True, False)), 0, asyncio.Event()
+
+    async def held_back():
+        nonlocal reading
+        reading += 1
+        await over.wait()
+        return {"type": "http.disconnect"}
+
+    async def drop(message) -> None:
+        pass
+
+    length = str(http_gate.BODY_BYTES).encode()
+    for headers in ([(b"content-length", length)], []):  # told, or in chunks
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": [(b"host", b"localhost"), *headers]}
+        strangers = [asyncio.create_task(gate(dict(scope), held_back, drop)) for _ in range(60)]
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert reading == http_gate.BODIES_BYTES // http_gate.BODY_BYTES == 2
+        over.set()
+        await asyncio.gather(*strangers)
+        assert reading == 60, "the others had their turn"
+        reading = 0
+        over.clear()
+
+
+async def test_what_was_read_counts_for_a_while(monkeypatch: pytest.MonkeyPatch):
+    """Else a stranger keeps the engine's event loop busy with bodies that are refused."""
+    monkeypatch.setattr(http_gate, "BODIES_BYTES", 1000)
+    monkeypatch.setattr(http_gate, "BODIES_S", 60.0)
+    monkeypatch.setattr(http_gate, "WAIT_S", 0.05)
+    async with client_of(Inside()) as client:
+        asked = {"prompt": "a" * 700, "n": 1_000_000}
+        assert (await client.post("/v1/completions", json=asked)).status_code == 400
+        late = await client.post("/v1/completions", json=asked)
+        assert (late.status_code, late.json()["error"]["message"]) == (429, "others send long requests: come again")
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
 async def test_a_websocket_is_closed():
     sent = []
 

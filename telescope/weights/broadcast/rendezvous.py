@@ -1,8 +1,9 @@
 """Where the members of a broadcast group meet: a small key-value store that trainer rank 0 keeps for the run. Imports torch.
 
 Owns addresses, the store, and the roll-call of an epoch: who is missing is said by name, before any communicator waits for it.
-The store has no password of its own: it listens on the one interface that reaches the run's hub (loopback on one host), and its
-keys stand below a random word that only the manifest tells.
+The store has no password: it listens on the one interface that reaches the run's hub (loopback on one host). Its keys stand
+below a random word, which keeps runs apart and no stranger out: torch lists the keys to whoever connects. A sender who is not
+the trainer does not know the checksum that the trainer tells over the hub, so that what it sent is refused.
 """
 
 from __future__ import annotations
