@@ -38,8 +38,8 @@ class EnvironmentCard(Record):
     """Hash over the environment's settings and prompts: two workers that disagree would train on different data."""
     too_long: int = 0
     """Train prompts that left no room for an answer; they are not among `split_sizes`, and are never drawn."""
-    in_training: int = 0
-    """Prompts of its eval split that an eval plays and that are trained on too, as far as was looked."""
+    in_training: int | msgspec.UnsetType = msgspec.UNSET
+    """Prompts of its eval split that an eval plays and that are trained on too, as far as was looked; unset for none."""
 
 
 class ModelFacts(Record):
@@ -67,7 +67,7 @@ class Sampling(Record):
     """Texts behind which the answer ends; they belong to it."""
 
 
-class RolloutOrder(Record):
+class RolloutOrder(Record, omit_defaults=True):
     """One sample to be played. A retry keeps `rollout_id`, `group_id`, `sample` and `seed`; `attempt` counts up from 0."""
 
     rollout_id: int

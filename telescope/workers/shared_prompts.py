@@ -32,7 +32,9 @@ def count_shared(
     for label in sorted(played):
         most = max((one.num_prompts or len(loaded[label].prompts[EVAL_SPLIT])) for one in evals if one.label == label)
         shared = sum(identify(prompt) in train for prompt in _spread(loaded[label].prompts[EVAL_SPLIT], most))
-        counted[label] = replace(loaded[label], card=msgspec.structs.replace(loaded[label].card, in_training=shared))
+        counted[label] = replace(
+            loaded[label], card=msgspec.structs.replace(loaded[label].card, in_training=shared or msgspec.UNSET)
+        )
     return counted
 
 
