@@ -42,6 +42,8 @@ WAITING_BYTES = 64 * 2**20
 
 OF_NUMBERS = frozenset({"turns", "tokens", "batches", "step_metrics", "policy", "spans", "memory"})
 """Streams without a text of anybody's."""
+OF_WORKERS = frozenset({"rollouts", "eval_samples"})
+"""Streams whose texts a worker has seen to, but for the cause of a failure."""
 
 Written = Callable[[], None]
 
@@ -296,9 +298,9 @@ class RunLog:
 def is_clean(stream: str, row: Mapping[str, Any]) -> bool:
     """Whether nothing is to be looked for in a row: it is of numbers and names, says nothing, or a worker has seen to its
     texts."""
-    return (
-        stream in OF_NUMBERS or (stream == "groups" and not row.get("reason")) or (stream == "rollouts" and "cause" not in row)
-    )
+    if stream == "groups":
+        return not row.get("reason")
+    return stream in OF_NUMBERS or (stream in OF_WORKERS and "cause" not in row)
 
 
 def _line(row: dict[str, Any]) -> bytes:

@@ -327,6 +327,17 @@ def test_rows_beyond_what_memory_should_hold_are_counted_as_lost(run: RunDirecto
     assert (log.counters.rows, log.counters.unlogged) == (0, 100)
 
 
+@pytest.mark.parametrize("stream", ["rollouts", "eval_samples"])
+def test_texts_that_a_worker_has_seen_to_are_not_gone_through_again_and_causes_are(run: RunDirectory, stream: str):
+    log = RunLog(run, "orchestrator", redactor=Redactor(["hidden-word"]))
+    log.append(stream, {"rollout_id": 1, "completion": "a hidden-word"})
+    log.append(stream, {"rollout_id": 2, "cause": "a hidden-word"})
+    log.close()
+    seen_to, failed = sorted(rows(run, stream), key=lambda row: row["rollout_id"])
+    assert seen_to["completion"] == "a hidden-word"
+    assert failed["cause"] == "a <redacted>"
+
+
 def test_a_journal_hides_what_was_said_and_nothing_that_a_replay_compares(run: RunDirectory):
     journal = Journal(run.journal, Redactor(["discarded", "group_id"]))
     journal.append(rb'{"state":"discarded","group_id":3,"reason":"was \"discarded\" by group_id","cause":""}')
