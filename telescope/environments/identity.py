@@ -24,18 +24,27 @@ def identify(prompt: Prompt) -> str:
 
 
 def divide(items: Sequence[T], count: int, key: Sequence[str | int], identity: Callable[[T], str]) -> tuple[list[T], list[T]]:
-    """(the rest, `count` of the items), both in their own order; those of one identity lie on one side, so that the second may
-    have a few more. Which ones follows from `key` and each identity: rows that are added or moved change no other row's side.
-    The rest may be empty."""
+    """(the rest, `count` of the items), both in their own order; those of one identity lie on one side. The second has more
+    only where the others that are left are repeated too often to fit. The rest may be empty.
+
+    Chosen are the identities with the lowest hashes, which follow from `key` and each identity: the order of the items does not
+    matter. One that has more items than are still wanted is passed over. Where none is repeated, each item that is added brings
+    one other at most from the second side to the first.
+    """
     names = [identity(item) for item in items]
     sizes: dict[str, int] = {}
     for name in names:
         sizes[name] = sizes.get(name, 0) + 1
-    chosen, number = set[str](), 0
+    chosen, wanted, passed = set[str](), count, list[str]()
     for name in sorted(sizes, key=lambda name: (HashedRandom(*key, name).below(1 << 62), name)):
-        if number >= count:
+        if wanted <= 0:
             break
+        if sizes[name] > wanted:
+            passed.append(name)
+            continue
         chosen.add(name)
-        number += sizes[name]
+        wanted -= sizes[name]
+    if wanted > 0 and passed:
+        chosen.add(min(passed, key=sizes.__getitem__))
     rest = [item for item, name in zip(items, names, strict=True) if name not in chosen]
     return rest, [item for item, name in zip(items, names, strict=True) if name in chosen]
