@@ -22,7 +22,7 @@ from telescope._launch.slurm import queue
 from telescope.config.run import RunConfig
 from telescope.runlog import attempts, checkpoints, holder, opening
 from telescope.runlog.attempts import CountedRows, Lineage, read_rows, write_lineage
-from telescope.runlog.eval_rows import owes_evals
+from telescope.runlog.eval_rows import read_ended
 from telescope.runlog.files import DamagedFile
 from telescope.runlog.identity import read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
@@ -66,13 +66,18 @@ def find_resume_point(run: RunDirectory, config: RunConfig, step: int | None = N
 
 
 def has_played_all(run: RunDirectory, config: RunConfig, step: int) -> bool:
-    """Whether nothing is left to do behind the checkpoint of `step`: all is trained, and no eval owed."""
+    """Whether nothing is left to do behind the checkpoint of `step`: all is trained, and each eval that it holds is over. Evals
+    that the settings have gained since have nothing to be played beside. Raises `CannotResume`."""
     if step != config.number_of_steps or not config.active_evals:
         return step >= config.number_of_steps
-    due = [one.name for one in config.active_evals if one.is_due_at_the_end(step)]
+    from telescope.orchestrator.saved_state import read_evals_under_way  # arrays and all: for those who resume alone
+
+    names = {one.name for one in config.active_evals}
+    folder = checkpoints.complete_folder(checkpoints.root(run, config.checkpoint.dir), step)
     try:
-        return not owes_evals(run, due, step)
-    except DamagedFile as error:
+        held = {(name, at) for name, at in read_evals_under_way(folder) if name in names}
+        return not held or held <= read_ended(run)
+    except (checkpoints.CheckpointUnreadable, DamagedFile) as error:
         raise CannotResume(str(error)) from error
 
 

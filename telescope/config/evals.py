@@ -6,13 +6,15 @@ the sentences about what makes no sense; environments are looked at elsewhere (c
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
 
-from telescope.config.sections import EnvironmentEntry
+from telescope.config.sections import EnvironmentEntry, RolloutSettings
 from telescope.settings import Settings
 
 SHARED = (
@@ -120,6 +122,26 @@ def make_evals(
     return tuple(made)
 
 
+def digest_sampling(one: Eval, entry: EnvironmentEntry, rollout: RolloutSettings, max_model_len: int) -> str:
+    """16 hexadecimal digits over all that an eval's answers are sampled with, wherever it is set. `entry`: of the environment
+    that it plays."""
+    support = rollout.support
+    used = {
+        "temperature": _first(one.temperature, entry.temperature, rollout.temperature),
+        "max_tokens": _first(one.max_tokens, entry.max_tokens, rollout.max_tokens),
+        "top_p": _first(one.top_p, support.top_p),
+        "top_k": support.top_k,
+        "min_p": support.min_p,
+        "stop": rollout.stop,
+        "max_model_len": max_model_len,
+    }
+    return hashlib.blake2b(json.dumps(used, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
 def make_own_environments(
     entries: Mapping[str, EvalEntry], environments: Mapping[str, EnvironmentEntry]
 ) -> dict[str, EnvironmentEntry]:
@@ -142,9 +164,12 @@ def find_mistakes(
     """Settings of evals that do nothing or can't be, each with the paths of the settings in it."""
     evals = make_evals(shared, entries, environments)
     if not evals:
-        given = [name for name in SHARED if getattr(shared, name) != EvalSettings.model_fields[name].default]
-        for name in given:
+        for name in (name for name in SHARED if getattr(shared, name) != EvalSettings.model_fields[name].default):
             yield (f"eval.{name}",), f"eval.{name} does nothing without an eval: set eval.every, or leave it out"
+    for name in SHARED:
+        given = getattr(shared, name) != EvalSettings.model_fields[name].default
+        if given and entries and all(getattr(entry, name) is not None for entry in entries.values()):
+            yield (f"eval.{name}",), f"eval.{name} does nothing: each of `evals` sets its own {name}; leave it out"
     for one in evals:
         entry = entries.get(one.name, EvalEntry())
 

@@ -9,8 +9,9 @@ import msgspec
 
 from telescope.records import PromptRef, RolloutOrder
 
-EvalState = Literal["complete", "cut off", "left out"]
-"""`cut off`: the run ended before it; `left out`: the one before it still played when it was due."""
+EvalState = Literal["complete", "cut off", "changed", "left out"]
+"""`cut off`: the run ended before it; `changed`: after a resume it would have been another one; `left out`: the one before it
+still played when it was due."""
 
 
 class CoreCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -202,9 +202,9 @@ class Core:
                 sampler.resume(group.prompt)
         self._sampler = self._groups.sampler = sampler
         if resumed is None:
-            self._evals.begin_due(0, members.eval_sizes)
+            self._evals.begin_due(0, members.eval_sizes, members.digests)
         else:
-            self._evals.go_on(members.eval_sizes)
+            self._evals.go_on(members.eval_sizes, members.digests)
             if self.version == settings.number_of_steps:
                 self._leave(self._make_end())
         ahead = settings.prompt_prefetch_buffer_size
@@ -300,7 +300,7 @@ class Core:
     def _commit(self, batch: GroupBatch) -> None:
         """The version trained on the batch is served: its slots are free, and what has become too old is retired."""
         self._groups.finish_batch(batch, self.version)
-        self._evals.begin_due(self.version, self._membership.eval_sizes)
+        self._evals.begin_due(self.version, self._membership.eval_sizes, self._membership.digests)
         if self.version == self.settings.number_of_steps:
             self._leave(self._make_end())
         else:

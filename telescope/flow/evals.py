@@ -34,6 +34,8 @@ class SavedRound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     first_id: int
     """Of its rollouts, which are numbered prompt by prompt."""
     prompts: int
+    digest: str
+    """Of its environment's card: settings and prompts."""
     scored: tuple[int, ...]
     failed: tuple[int, ...]
     """Given up."""
@@ -58,10 +60,11 @@ class EvalGroup(RolloutGroup):
 class EvalRound:
     """One eval that has begun: `step` is the version it was due at."""
 
-    def __init__(self, rules: EvalRules, step: int, prompts: int, first_id: int) -> None:
+    def __init__(self, rules: EvalRules, step: int, prompts: int, digest: str, first_id: int) -> None:
         self.rules = rules
         self.step = step
         self.prompts = prompts
+        self.digest = digest
         self.first_id = first_id
         self.groups = [
             EvalGroup(self, PromptRef(rules.environment, EVAL_SPLIT, index), first_id + index * rules.num_samples)
@@ -81,6 +84,7 @@ class EvalRound:
             step=self.step,
             first_id=self.first_id,
             prompts=self.prompts,
+            digest=self.digest,
             scored=tuple(decided[RolloutStatus.DONE]),
             failed=tuple(decided[RolloutStatus.FAILED]),
         )
@@ -114,9 +118,10 @@ class Evals:
 
     # ---- begun and ended
 
-    def begin_due(self, version: int, sizes: Mapping[str, int]) -> None:
-        """At the commit of `version`, 0 before the first step. `sizes`: prompts in the eval split of each environment. An eval
-        whose last round still plays is left out, so that slow ones don't pile up; the last of a run never is."""
+    def begin_due(self, version: int, sizes: Mapping[str, int], digests: Mapping[str, str]) -> None:
+        """At the commit of `version`, 0 before the first step. `sizes`: prompts in the eval split of each environment;
+        `digests`: of their cards. An eval whose last round still plays is left out, so that slow ones don't pile up; the last
+        of a run never is."""
         last = version == self._settings.number_of_steps
         for rules in self._settings.evals:
             if not rules.is_due(version, last=last):
@@ -132,7 +137,8 @@ class Evals:
                 continue
             size = sizes.get(rules.environment, 0)
             prompts = min(rules.num_prompts or size, size)
-            self._begin(EvalRound(rules, version, prompts, self._next_id))
+            digest = digests.get(rules.environment, "")
+            self._begin(EvalRound(rules, version, prompts, digest, self._next_id))
             self._next_id += prompts * rules.num_samples
 
     def _begin(self, of: EvalRound) -> None:
@@ -190,17 +196,14 @@ class Evals:
     def restore(self, saved: SavedEvals) -> None:
         self._next_id, self._waiting = saved.next_id, saved.rounds
 
-    def go_on(self, sizes: Mapping[str, int]) -> None:
+    def go_on(self, sizes: Mapping[str, int], digests: Mapping[str, str]) -> None:
         """With the evals of the checkpoint, once the prompts are known. One whose settings or prompts are others by now is cut
         off: its parts would not be of one eval."""
         waiting, self._waiting = self._waiting, ()
         for saved in waiting:
-            samples = saved.rules.num_samples
-            size = sizes.get(saved.rules.environment, 0)
-            same = any(saved.rules.plays_as(rules) for rules in self._settings.evals)
-            if not same or saved.prompts != min(saved.rules.num_prompts or size, size):
-                unfinished = saved.prompts * samples - len(saved.scored) - len(saved.failed)
-                self._say(do.EndEval(saved.rules.name, saved.step, "cut off", len(saved.failed), unfinished))
+            if not self._is_same(saved, sizes, digests):
+                unfinished = saved.prompts * saved.rules.num_samples - len(saved.scored) - len(saved.failed)
+                self._say(do.EndEval(saved.rules.name, saved.step, "changed", len(saved.failed), unfinished))
                 self._say(
                     do.WarnUser(
                         f"the eval {saved.rules.name} of step {saved.step} was under way at the checkpoint and has other "
@@ -208,7 +211,17 @@ class Evals:
                     )
                 )
                 continue
-            self._resume(EvalRound(saved.rules, saved.step, saved.prompts, saved.first_id), saved)
+            self._resume(EvalRound(saved.rules, saved.step, saved.prompts, saved.digest, saved.first_id), saved)
+
+    def _is_same(self, saved: SavedRound, sizes: Mapping[str, int], digests: Mapping[str, str]) -> bool:
+        """Whether what is left of it would be played as what was scored."""
+        environment = saved.rules.environment
+        size = sizes.get(environment, 0)
+        return (
+            any(saved.rules.plays_as(rules) for rules in self._settings.evals)
+            and saved.digest == digests.get(environment, "")
+            and saved.prompts == min(saved.rules.num_prompts or size, size)
+        )
 
     def _resume(self, of: EvalRound, saved: SavedRound) -> None:
         self._rounds.append(of)

@@ -3,8 +3,9 @@
 A rollout with a worker holds its lane and its worker's credit until the worker has answered, a cancelled one too: only the
 answer says that it has stopped.
 
-Where rollouts of training and of evals both wait, evals get a part of the lanes and at most each second start: so an eval
-always comes to its end, and training never stands still for one.
+Where rollouts of training and of evals both wait, an eval's starts only while evals have less than their part of the lanes, and
+at most each second start is one: so an eval always comes to its end, and training never stands still for one. Lanes that
+training leaves idle are an eval's too, each until its sample ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class WorkerCredits:
 
 
 EVAL_PARTS = 4
-"""While training waits for a lane, evals hold this part of all lanes at most, and one at least."""
+"""While training waits for a lane, no rollout of an eval starts that would give evals more than this part of all lanes; one
+they may always have."""
 
 
 class Line:

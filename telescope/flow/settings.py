@@ -44,6 +44,8 @@ class EvalRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Before the first step too."""
     final: bool = True
     """After the last step too, whether or not `every` divides it."""
+    sampling: str = ""
+    """Digest of how its answers are sampled."""
 
     def __post_init__(self) -> None:
         for name, least in (("every", 0), ("num_samples", 1), ("num_prompts", 0)):
@@ -56,8 +58,8 @@ class EvalRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return (last and self.final) or (self.every > 0 and version % self.every == 0)
 
     def plays_as(self, other: EvalRules) -> bool:
-        """Whether both play the same samples, whenever that is."""
-        names = ("name", "environment", "num_samples", "num_prompts")
+        """Whether both play the same samples in the same way, whenever that is, if the environment is the same."""
+        names = ("name", "environment", "num_samples", "num_prompts", "sampling")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from telescope.config.evals import Eval
+from telescope.config.evals import Eval, digest_sampling
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing, redacted
@@ -113,14 +113,14 @@ def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> Flo
         cancel_deadline_s=config.weight_sync.update_timeout_s + CANCEL_MARGIN_S,
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
         weights_while_training=not trainer_sends,
-        evals=tuple(map(_make_eval_rules, config.active_evals)),
+        evals=tuple(_make_eval_rules(config, one) for one in config.active_evals),
         evals_hold_training=config.inference.sleep_while_training != "off",
         checkpoint_every=int(config.checkpoint.every),
         checkpoint_stop_timeout_s=config.checkpoint.stop_timeout_s,
     )
 
 
-def _make_eval_rules(one: Eval) -> EvalRules:
+def _make_eval_rules(config: RunConfig, one: Eval) -> EvalRules:
     return EvalRules(
         name=one.name,
         environment=one.label,
@@ -129,6 +129,7 @@ def _make_eval_rules(one: Eval) -> EvalRules:
         num_prompts=one.num_prompts or 0,
         baseline=one.baseline,
         final=one.final,
+        sampling=digest_sampling(one, config.played[one.label], config.rollout, config.inference.max_model_len),
     )
 
 

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from telescope.flow.core import Core
+from telescope.flow.evals import SavedEvals
 from telescope.flow.settings import FlowSettings
 from telescope.flow.snapshot import Snapshot
 from telescope.orchestrator.cohorts import Cohort, CohortMeans
@@ -84,6 +85,16 @@ class _Format(msgspec.Struct):
     format: int
 
 
+class _EvalsOfCore(msgspec.Struct):
+    """Of a snapshot, the evals; the rest is passed over."""
+
+    evals: SavedEvals = SavedEvals()
+
+
+class _EvalsOfState(msgspec.Struct):
+    core: _EvalsOfCore
+
+
 class OrchestratorState(NamedTuple):
     """All that is to be written, as it is at the checkpoint; nothing in it changes afterwards."""
 
@@ -144,6 +155,18 @@ def refuse_another_format(folder: Path) -> None:
             f"{file} has format {written}, and this Telescope reads {FORMAT}: resume with the Telescope that wrote it; its "
             "weights can be exported with any"
         )
+
+
+def read_evals_under_way(folder: Path) -> frozenset[tuple[str, int]]:
+    """(name, step) of each eval that a checkpoint holds; none where it is of weights alone. Raises `CheckpointUnreadable`."""
+    file = orchestrator_part(folder) / STATE
+    try:
+        saved = msgspec.msgpack.decode(file.read_bytes(), type=_EvalsOfState)
+    except FileNotFoundError:
+        return frozenset()
+    except (OSError, msgspec.DecodeError, ValueError) as error:
+        raise _make_damaged_error(file, str(error)) from error
+    return frozenset((one.rules.name, one.step) for one in saved.core.evals.rounds)
 
 
 def _decode(file: Path, encoded: bytes) -> SavedState:

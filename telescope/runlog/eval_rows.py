@@ -1,17 +1,14 @@
-"""Whether a run that has trained all its steps still has evals to play, as its rows tell."""
+"""Which evals are over, as the rows of a run tell."""
 
 from __future__ import annotations
-
-from collections.abc import Collection
 
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 
+OVER = frozenset({"complete", "changed", "left out"})
+"""States of an eval that nobody goes on with. One that was cut off by the run's end may go on after a resume."""
 
-def owes_evals(run: RunDirectory, due: Collection[str], step: int) -> bool:
-    """Whether one of the evals `due` at the last `step` is not complete, or one of an earlier step was cut off. Raises
-    `DamagedFile`."""
-    states = {(row["eval"], row["step"], row["state"]) for row in rows(run, "evals")}
-    complete = {(name, at) for name, at, state in states if state == "complete"}
-    cut_off = {(name, at) for name, at, state in states if state == "cut off"}
-    return bool(({(name, step) for name in due} | cut_off) - complete)
+
+def read_ended(run: RunDirectory) -> frozenset[tuple[str, int]]:
+    """(name, step) of each eval that is over. Raises `DamagedFile`."""
+    return frozenset((row["eval"], row["step"]) for row in rows(run, "evals") if row["state"] in OVER)

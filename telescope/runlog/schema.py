@@ -73,7 +73,8 @@ STREAMS: dict[str, Stream] = {
             {
                 "eval": "str",
                 "step": "int",  # the version that it was due at, 0 before the first step
-                "state": "str",  # complete | cut off (by the run's end) | left out (the one before it still played)
+                # complete | cut off (by the run's end) | changed (at a resume) | left out (the one before it still played)
+                "state": "str",
                 "prompts": "int",
                 "samples": "int",  # of each prompt
                 "scored": "int",

@@ -62,6 +62,15 @@ def test_the_environment_of_an_eval_is_completed_and_comes_back_from_its_file(tm
             ["+evals.countdown={pass_at_k:[0]}"],
             "evals.countdown.pass_at_k=[0] must be different whole numbers from 1 on, e.g. [1]",
         ),
+        (
+            [
+                "eval.pass_above=0.9",
+                "eval.top_p=0.5",
+                "+evals.countdown={pass_above:0.1}",
+                OWN.replace("}}", "},pass_above:0.2}"),
+            ],
+            "eval.pass_above does nothing: each of `evals` sets its own pass_above; leave it out",
+        ),
         (["eval.num_samples=4"], "eval.num_samples does nothing without an eval: set eval.every, or leave it out"),
         (
             ["+evals.countdown={baseline:false,final:false}"],

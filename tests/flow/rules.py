@@ -521,6 +521,6 @@ class Rules:
             steps = self.settings.number_of_steps - self.begun_at
             keep(len(self.steps) == steps, f"{len(self.steps)} Train commands")
             cut_off = [key for key, ended in self.evals_ended.items() if ended.state == "cut off"]
-            keep(not cut_off or bool(self.restored_evals), f"{cut_off} were cut off, though all is trained")
+            keep(not cut_off, f"{cut_off} were cut off, though all is trained")
             for group in (group for number, group in self.groups.items() if number < FIRST_EVAL):
                 keep(group.trained == (group.state == "trained"), f"a trained group ended as {group.state}")

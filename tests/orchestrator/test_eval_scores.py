@@ -79,10 +79,10 @@ def test_rounds_of_one_name_are_told_apart_by_their_ids_and_a_checkpoint_keeps_t
         assert [(row["step"], row["reward"], row["scored"]) for row in rows] == [(4, 1.0, 2), (5, 0.5, 2)]
 
 
-@pytest.mark.parametrize("state", ["cut off", "left out"])
+@pytest.mark.parametrize("state", ["cut off", "changed", "left out"])
 def test_an_eval_that_is_not_complete_has_no_score(state: str):
     tally = EvalTally({"own": RULES})
-    if state == "cut off":
+    if state != "left out":
         tally.begin(progress(1.0, None))
     row = tally.end("own", 3, state, 0, 1)
     assert "reward" not in row

@@ -21,6 +21,9 @@ from telescope.cli.resume import go_on as go_on_with_settings_of
 from telescope.config.resume import find_obstacles_to_resume, remark_on_resume
 from telescope.config.run import RunConfig, _hash_of, dump_run
 from telescope.config.sections import TrainerSettings
+from telescope.flow.evals import SavedEvals, SavedRound
+from telescope.flow.settings import EvalRules
+from telescope.orchestrator.saved_state import FORMAT
 from telescope.runlog import attempts, checkpoints, http_key
 from telescope.runlog.attempts import CountedRows, Lineage, read_lineage, write_rows
 from telescope.runlog.holder import hold
@@ -235,6 +238,52 @@ def test_a_run_that_is_done_needs_more_steps(run: RunDirectory):
     with pytest.raises(prepare_attempt.CannotResume, match="has trained its number_of_steps=9: give a larger"):
         prepare_attempt.find_resume_point(run, config())
     assert prepare_attempt.find_resume_point(run, config(number_of_steps=10)).step == 9
+
+
+def hold_evals(folder: Path, *names: str) -> None:
+    """As a checkpoint of step 9 does in whose time these were under way."""
+    rounds = tuple(
+        SavedRound(
+            rules=EvalRules(name=name, environment="countdown"), step=9, first_id=0, prompts=1, digest="d", scored=(), failed=()
+        )
+        for name in names
+    )
+    state = {"format": FORMAT, "core": {"step": 9, "evals": SavedEvals(rounds=rounds)}, "rollouts": []}
+    (checkpoints.orchestrator_part(folder) / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
+
+
+def end_eval(run: RunDirectory, writer: str, state: str) -> None:
+    log = RunLog(run, writer)
+    log.append("evals", {"eval": "countdown", "step": 9, "state": state})
+    log.close()
+
+
+def test_an_eval_that_a_finished_run_has_gained_does_not_begin_it_again(run: RunDirectory):
+    hold_evals(checkpoint(run, 9))
+    for gained in ({"eval": {"every": 3}}, {"evals": {"countdown": {}}}):
+        with pytest.raises(prepare_attempt.CannotResume, match="has trained its number_of_steps=9"):
+            prepare_attempt.find_resume_point(run, config(**gained))
+
+
+@pytest.mark.parametrize(("state", "goes_on"), [("", True), ("cut off", True), ("changed", False), ("complete", False)])
+def test_a_run_that_was_ended_in_its_last_eval_goes_on_with_it_once(run: RunDirectory, state: str, goes_on: bool):
+    """What a checkpoint holds counts: one that an earlier resume has cut off is owed by nobody."""
+    ours = config(eval={"every": 3})
+    hold_evals(checkpoint(run, 9), "countdown")
+    if state:
+        end_eval(run, "orchestrator", state)
+    assert prepare_attempt.has_played_all(run, ours, 9) is not goes_on
+    if goes_on:
+        assert prepare_attempt.find_resume_point(run, ours).step == 9
+    assert prepare_attempt.has_played_all(run, config(), 9), "no eval is left to play it"
+
+
+def test_an_eval_that_was_cut_off_at_an_earlier_step_is_owed_by_nobody(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    log.append("evals", {"eval": "countdown", "step": 6, "state": "cut off"})
+    log.close()
+    hold_evals(checkpoint(run, 9))
+    assert prepare_attempt.has_played_all(run, config(eval={"every": 3}), 9)
 
 
 def test_a_run_that_is_watched_is_left_alone(run: RunDirectory):

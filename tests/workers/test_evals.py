@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from telescope.config.evals import Eval, digest_sampling
 from telescope.config.run import RunConfig
 from telescope.environments.base import Prompt
 from telescope.environments.identity import divide, identify
@@ -41,6 +44,44 @@ def test_an_eval_is_sampled_as_it_says_and_otherwise_as_its_environment():
     assert (cold.support.top_p, cold.support.top_k) == (0.7, 40)
     assert plain == training
     assert (training.temperature, training.max_tokens, training.support.top_p) == (0.9, 50, 1.0)
+    made = {one.name: one for one in config.active_evals}
+    digests = [digest_of(config, made[name]) for name in ("cold", "letters")]
+    assert len(set(digests)) == 2
+
+
+def digest_of(config: RunConfig, one: Eval) -> str:
+    return digest_sampling(one, config.played[one.label], config.rollout, config.inference.max_model_len)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rollout": {"temperature": 0.3}},
+        {"rollout": {"top_p": 0.5}},
+        {"rollout": {"top_k": 5}},
+        {"rollout": {"min_p": 0.1}},
+        {"rollout": {"max_tokens": 30}},
+        {"rollout": {"stop": ["\n"]}},
+        {"inference": {"max_model_len": 200}},
+        {"environments": {"letters": {"name": "reverse_letters", "temperature": 0.3}}},
+        {"environments": {"letters": {"name": "reverse_letters", "max_tokens": 30}}},
+        {"eval": {"temperature": 0.3}},
+        {"eval": {"top_p": 0.3}},
+        {"eval": {"max_tokens": 30}},
+    ],
+)
+def test_whatever_an_evals_answers_are_sampled_with_is_in_its_digest(change: dict[str, Any]):
+    known, other = config_of(evals={"letters": {}}), config_of(**{"evals": {"letters": {}}, **change})
+    assert digest_of(other, other.active_evals[0]) != digest_of(known, known.active_evals[0])
+    sampled = [PlayLimits.from_config(one).of(load_environments(one)["letters"], "letters") for one in (known, other)]
+    assert replace(sampled[0], evals={}) != replace(sampled[1], evals={}), "and it is so where they are played"
+
+
+def test_what_another_setting_decides_leaves_the_digest_and_what_is_set_below_hides_what_is_above():
+    known = config_of(evals={"letters": {"temperature": 0.2}})
+    for change in ({"rollout": {"temperature": 0.3}}, {"number_of_steps": 7}, {"eval": {"num_prompts": 3, "pass_above": 0.1}}):
+        other = config_of(**{"evals": {"letters": {"temperature": 0.2}}, **change})
+        assert digest_of(other, other.active_evals[0]) == digest_of(known, known.active_evals[0])
 
 
 def test_workers_load_what_evals_alone_play_and_count_what_both_have():
@@ -54,8 +95,8 @@ def test_workers_load_what_evals_alone_play_and_count_what_both_have():
     train = {identify(prompt) for prompt in loaded["letters"].prompts["train"]}
     for label in ("letters", "again"):
         first = [loaded[label].prompts["eval"][at] for at in range(40)]
-        assert counted[label].card.in_training == sum(identify(prompt) in train for prompt in first)
-    assert count_shared(loaded, (), ["letters"])["letters"].card.in_training == 0
+        assert (counted[label].card.in_training or 0) == sum(identify(prompt) in train for prompt in first)
+    assert not count_shared(loaded, (), ["letters"])["letters"].card.in_training
 
 
 def test_one_that_is_trained_on_as_it_is_evaluated_shares_every_prompt():
@@ -79,15 +120,46 @@ def test_prompts_that_a_file_has_twice_are_never_on_both_sides():
     assert len(rest) == 50
 
 
-def test_rows_that_are_added_or_moved_change_no_other_rows_side():
+def test_rows_that_are_moved_change_no_side_and_new_ones_change_few():
     prompts = [ask(str(at)) for at in range(200)]
     _, held_out = divide(prompts, 20, ("key",), identify)
     _, moved = divide(list(reversed(prompts)), 20, ("key",), identify)
     assert {prompt.answer for prompt in moved} == {prompt.answer for prompt in held_out}
     _, more = divide([*prompts, *(ask(f"new {at}") for at in range(5))], 20, ("key",), identify)
-    assert len({prompt.answer for prompt in more} & {prompt.answer for prompt in held_out}) >= 15
+    gone = {prompt.answer for prompt in held_out} - {prompt.answer for prompt in more}
+    came = {prompt.answer for prompt in more} - {prompt.answer for prompt in held_out}
+    assert len(more) == 20
+    assert len(gone) == len(came) <= 5
+    assert came <= {f"new {at}" for at in range(5)}
     _, other = divide(prompts, 20, ("another",), identify)
     assert other != held_out
+
+
+def test_each_new_row_brings_one_held_out_prompt_into_training_at_most():
+    prompts = [ask(str(at)) for at in range(60)]
+    moved = 0
+    for at in range(40):
+        before = {prompt.answer for prompt in divide(prompts, 20, ("key",), identify)[1]}
+        prompts.insert(at, ask(f"new {at}"))
+        gone = before - {prompt.answer for prompt in divide(prompts, 20, ("key",), identify)[1]}
+        assert len(gone) <= 1
+        moved += len(gone)
+    assert moved > 0, "some do: the count is met whatever is added"
+
+
+def test_a_prompt_that_is_repeated_often_is_passed_over_and_the_count_is_met():
+    prompts = [*[ask("again and again")] * 500, *(ask(str(at)) for at in range(40))]
+    for count in (1, 10, 40):
+        for key in range(10):
+            rest, held_out = divide(prompts, count, (key,), identify)
+            assert (len(held_out), len(rest)) == (count, 540 - count)
+
+
+def test_repeats_that_leave_no_such_count_make_it_as_little_larger_as_they_can():
+    pairs = [ask(str(at % 30)) for at in range(60)]
+    assert len(divide(pairs, 5, ("key",), identify)[1]) == 6
+    assert len(divide(pairs, 1, ("key",), identify)[1]) == 2
+    assert len(divide([*pairs, *[ask("again")] * 9], 69, ("key",), identify)[1]) == 69
 
 
 def test_holding_out_everything_is_refused():
