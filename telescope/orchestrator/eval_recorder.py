@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from telescope.flow import commands
-from telescope.orchestrator.eval_scores import EvalProgress, EvalTally, Measure, describe, name_metrics
+from telescope.orchestrator.eval_scores import EvalProgress, EvalScoring, EvalTally, describe, name_metrics
 from telescope.orchestrator.rollout_store import Rollout
 from telescope.orchestrator.saved_state import SavedEvalScores
 from telescope.runlog.wandb_mirror import WandbMirror
@@ -32,7 +32,7 @@ LINES = 8
 class EvalRecorder:
     """`measures`: how each eval is scored, by its name."""
 
-    def __init__(self, run_log: RunLog, mirror: WandbMirror | None, measures: Mapping[str, Measure]) -> None:
+    def __init__(self, run_log: RunLog, mirror: WandbMirror | None, measures: Mapping[str, EvalScoring]) -> None:
         self._log, self._mirror = run_log, mirror
         self._tally = EvalTally(measures)
         self._latest: dict[str, dict[str, Any]] = {}

@@ -62,7 +62,7 @@ class EvalProgress(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Measure:
+class EvalScoring:
     """How an eval is scored. `reward_min`: of its environment, where that is known."""
 
     pass_at_k: tuple[int, ...]
@@ -73,7 +73,7 @@ class Measure:
 class EvalTally:
     """The evals under way."""
 
-    def __init__(self, measures: Mapping[str, Measure]) -> None:
+    def __init__(self, measures: Mapping[str, EvalScoring]) -> None:
         self._measures = measures
         self._under_way: list[EvalProgress] = []
 
@@ -117,7 +117,7 @@ class EvalTally:
         return row | measure(progress, self._measures[name])
 
 
-def measure(progress: EvalProgress, rules: Measure) -> dict[str, Any]:
+def measure(progress: EvalProgress, rules: EvalScoring) -> dict[str, Any]:
     """The numbers of a complete eval. Its scores are all there are: every other sample was given up."""
     scores = list(progress.scores.values())
     lowest = rules.reward_min

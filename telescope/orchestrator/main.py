@@ -29,7 +29,7 @@ from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import EvalRules, FlowSettings
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.checkpoints import SaveRules
-from telescope.orchestrator.eval_scores import Measure
+from telescope.orchestrator.eval_scores import EvalScoring
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
@@ -133,8 +133,8 @@ def _make_eval_rules(config: RunConfig, one: Eval) -> EvalRules:
     )
 
 
-def _make_measure(config: RunConfig, one: Eval) -> Measure:
-    return Measure(one.pass_at_k, one.pass_above, config.reward_min(one.label))
+def _make_eval_scoring(config: RunConfig, one: Eval) -> EvalScoring:
+    return EvalScoring(one.pass_at_k, one.pass_above, config.reward_min(one.label))
 
 
 def _rules_of(curriculum: CurriculumSettings) -> PassRateRules:
@@ -207,7 +207,7 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         token_groups=groups,
         parity=parity,
         redactor=context.redactor,
-        evals={one.name: _make_measure(config, one) for one in config.active_evals},
+        evals={one.name: _make_eval_scoring(config, one) for one in config.active_evals},
     )
     recorder.resume(begun.counters, begun.history)
 

@@ -35,7 +35,7 @@ from telescope.orchestrator.cohorts import (
     summarize,
 )
 from telescope.orchestrator.eval_recorder import EvalRecorder
-from telescope.orchestrator.eval_scores import Measure
+from telescope.orchestrator.eval_scores import EvalScoring
 from telescope.orchestrator.failure_rates import FailureRates, count_failures
 from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout
@@ -69,7 +69,7 @@ class Recorder:
         token_groups: int = 0,
         parity: ParityCheck | None = None,
         redactor: Redactor | None = None,
-        evals: Mapping[str, Measure] = MappingProxyType({}),
+        evals: Mapping[str, EvalScoring] = MappingProxyType({}),
     ) -> None:
         self._redactor = redactor or Redactor()
         self._token_groups = token_groups

@@ -20,7 +20,7 @@ from telescope.flow.core import Core
 from telescope.flow.replay import JournalLine, decode_line, encode_opening, replay
 from telescope.flow.settings import EvalRules
 from telescope.orchestrator.batch import Recipe
-from telescope.orchestrator.eval_scores import Measure
+from telescope.orchestrator.eval_scores import EvalScoring
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.main import make_flow_settings
 from telescope.orchestrator.peers import FencedServers, Peers
@@ -130,7 +130,7 @@ async def play(
     core = Core(msgspec.structs.replace(make_flow_settings(settings), **flow))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
     journal.append(encode_opening(core.settings))
-    measures = {rules.name: Measure((1,), 0.5) for rules in core.settings.evals}
+    measures = {rules.name: EvalScoring((1,), 0.5) for rules in core.settings.evals}
     recorder = Recorder(run, log, None, core.settings.number_of_steps, evals=measures)
     peers = Peers.from_config(cluster)
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c")

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.orchestrator.eval_scores import EvalProgress, EvalTally, Measure, SampleScore, describe, measure, name_metrics
+from telescope.orchestrator.eval_scores import (
+    EvalProgress,
+    EvalScoring,
+    EvalTally,
+    SampleScore,
+    describe,
+    measure,
+    name_metrics,
+)
 
-RULES = Measure(pass_at_k=(1, 2), pass_above=0.5)
+RULES = EvalScoring(pass_at_k=(1, 2), pass_above=0.5)
 
 
 def score(reward: float, tokens: int = 10, *, truncated: bool = False, versions: tuple[int, int] = (3, 3)) -> SampleScore:
@@ -39,7 +47,7 @@ def test_a_failed_sample_counts_as_not_passed_and_with_the_lowest_reward():
 
 @pytest.mark.parametrize(("stated", "lowest"), [(-2.0, -2.0), (None, -1.0)])
 def test_the_lowest_reward_is_the_environments_or_that_of_the_eval(stated: float | None, lowest: float):
-    rules = Measure((1,), 0.5, stated)
+    rules = EvalScoring((1,), 0.5, stated)
     assert measure(progress(1.0, None, -1.0, 0.0), rules)["reward"] == pytest.approx((1.0 + lowest - 1.0) / 4)
 
 
