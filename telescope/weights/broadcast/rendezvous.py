@@ -12,7 +12,6 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from telescope.records import WeightGroup
+from telescope.runlog import temporary
 from telescope.weights.base import TransferFailed
 
 LOOK_S = 0.01
@@ -58,7 +58,7 @@ class Rendezvous:
         """Rank 0's: a file where `address` is loopback, else `listen`."""
         if not ipaddress.ip_address(address).is_loopback:
             return cls.listen(address)
-        file = Path(tempfile.mkdtemp(prefix="weights-")) / "store"  # in the run's own TMPDIR, which goes with the run
+        file = temporary.make() / "store"
         return cls(dist.FileStore(str(file), -1), f"file://{_bracketed(address)}{file}")  # type: ignore[attr-defined]
 
     @classmethod
