@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.backends.megatron.schedule import Task, forwards, one_forward_one_backward, receives
+from telescope.backends.megatron.schedule import StagePass, forwards, one_forward_one_backward, receives
 from telescope.backends.megatron.stages import cut_layers
 
 
@@ -51,7 +51,7 @@ def test_a_stretch_without_a_layer_is_refused():
 
 
 def test_stages_take_one_row_forward_and_one_backward_in_turn():
-    def said(tasks: list[Task]) -> str:
+    def said(tasks: list[StagePass]) -> str:
         return " ".join(f"{'B' if task.backward else 'F'}{task.row}" for task in tasks)
 
     assert said(one_forward_one_backward(4, 0, 3, 1)) == "F0 F1 F2 B0 F3 B1 B2 B3"
@@ -82,7 +82,7 @@ def test_no_stage_waits_for_ever_though_every_task_waits_for_all_that_is_begun(s
 def test_neighbours_that_begin_to_receive_one_task_ahead_can_wait_for_each_other(laps: int, rows: int):
     orders = [one_forward_one_backward(rows, stage, 2, laps) for stage in range(2)]
 
-    def ahead(stage: int) -> list[list[Task]]:
+    def ahead(stage: int) -> list[list[StagePass]]:
         needing = [[task] if link(task, stage, 2, laps, out=False) else [] for task in orders[stage]]
         return [needing[0] + needing[1], *needing[2:], [], []]
 
@@ -106,26 +106,26 @@ def test_few_messages_wait_in_memory(laps: int, most: int):
 
 def test_orders_that_no_stage_can_begin_are_refused():
     with pytest.raises(ValueError, match="can't be kept"):
-        receives([[Task(True, 0, 0), Task(False, 0, 0)], [Task(False, 0, 0), Task(True, 0, 0)]], 0, 1)
+        receives([[StagePass(True, 0, 0), StagePass(False, 0, 0)], [StagePass(False, 0, 0), StagePass(True, 0, 0)]], 0, 1)
 
 
-def link(task: Task, stage: int, stages: int, laps: int, *, out: bool) -> tuple[int, Task] | None:
+def link(task: StagePass, stage: int, stages: int, laps: int, *, out: bool) -> tuple[int, StagePass] | None:
     """The task and its stage that take what this one sends, or send what it needs."""
     place = task.lap * stages + stage + (1 if out != task.backward else -1)
-    return (place % stages, Task(task.backward, task.row, place // stages)) if 0 <= place < stages * laps else None
+    return (place % stages, StagePass(task.backward, task.row, place // stages)) if 0 <= place < stages * laps else None
 
 
-def keeps(orders: list[list[Task]], laps: int, begins: list[list[list[Task]]]) -> bool:
+def keeps(orders: list[list[StagePass]], laps: int, begins: list[list[list[StagePass]]]) -> bool:
     """Whether all stages come to their end, where each one's `begins` are the tasks whose messages it begins to receive, first
     and after each task. Fails where two messages of a link are received in another order than they are sent."""
     stages = len(orders)
     done = [0] * stages
-    sent, begun = set[tuple[int, Task]](), {(stage, task) for stage in range(stages) for task in begins[stage][0]}
+    sent, begun = set[tuple[int, StagePass]](), {(stage, task) for stage in range(stages) for task in begins[stage][0]}
     """By who takes it."""
     open_of = [{each for each in begun if each[0] == stage} for stage in range(stages)]
-    given, taken = dict[tuple[bool, int, int], list[Task]](), dict[tuple[bool, int, int], list[Task]]()
+    given, taken = dict[tuple[bool, int, int], list[StagePass]](), dict[tuple[bool, int, int], list[StagePass]]()
 
-    def receive(stage: int, task: Task) -> None:
+    def receive(stage: int, task: StagePass) -> None:
         source = link(task, stage, stages, laps, out=False)
         assert source is not None
         taken.setdefault((task.backward, source[0], stage), []).append(task)

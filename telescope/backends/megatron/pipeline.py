@@ -22,7 +22,7 @@ from torch import Tensor
 
 from telescope.backends.megatron import schedule
 from telescope.backends.megatron.parallel import Parallel
-from telescope.backends.megatron.schedule import Task
+from telescope.backends.megatron.schedule import StagePass
 
 ACTIVATIONS, GRADIENTS, ACTIVATIONS_ROUND, GRADIENTS_ROUND = range(4)
 """Places in `Parallel.pipes`: to the next stage and back, and between the last stage and the first one."""
@@ -39,14 +39,14 @@ class Passes(Protocol):
     def shape(self, row: int) -> tuple[int, ...]:
         """Of what passes between stages."""
 
-    def forward(self, task: Task, entering: Tensor | None) -> Tensor | None:
+    def forward(self, task: StagePass, entering: Tensor | None) -> Tensor | None:
         """Through a stretch of layers: what leaves it; of a model's last one what is to be run backward, or None. `entering`:
         what has come from the stage before; None: the model begins here."""
 
-    def backward(self, task: Task) -> AbstractContextManager[None]:
+    def backward(self, task: StagePass) -> AbstractContextManager[None]:
         """Around the backward pass of a stretch."""
 
-    def waiting(self, task: Task) -> AbstractContextManager[None]:
+    def waiting(self, task: StagePass) -> AbstractContextManager[None]:
         """Around the wait for what another stage sends."""
 
 
@@ -60,7 +60,7 @@ class _Forwarded:
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class _Incoming:
     """What has come, once `work` is done."""
 
     work: Any
@@ -79,22 +79,22 @@ class Pipeline:
         """Whether the model ends on this stage."""
         return self._parallel.stage + 1 == self._parallel.stages
 
-    def forwards(self, rows: int) -> list[list[Task]]:
+    def forwards(self, rows: int) -> list[list[StagePass]]:
         """Forward passes alone, of each stage."""
         return [schedule.forwards(rows, self._parallel.stages, self._laps)] * self._parallel.stages
 
-    def order(self, rows: int) -> list[list[Task]]:
+    def order(self, rows: int) -> list[list[StagePass]]:
         """Forward and backward passes of a minibatch, of each stage."""
         stages = self._parallel.stages
         return [schedule.one_forward_one_backward(rows, stage, stages, self._laps) for stage in range(stages)]
 
-    def run(self, orders: Sequence[Sequence[Task]], passes: Passes) -> None:
+    def run(self, orders: Sequence[Sequence[StagePass]], passes: Passes) -> None:
         """This stage's tasks, in its order; forward passes alone keep no graph."""
         tasks = orders[self._parallel.stage]
         first, *after = schedule.receives(orders, self._parallel.stage, self._laps)
         trains = any(task.backward for task in tasks)
         held: dict[tuple[int, int], _Forwarded] = {}
-        arrivals: dict[Task, _Arrival] = {}
+        arrivals: dict[StagePass, _Incoming] = {}
         self._exchange(None, first, passes, arrivals)
         for task, coming in zip(tasks, after, strict=True):
             arrival = arrivals.pop(task, None)
@@ -115,7 +115,7 @@ class Pipeline:
         self._sent.clear()
 
     def _forward(
-        self, task: Task, passes: Passes, entering: Tensor | None, held: dict[tuple[int, int], _Forwarded] | None
+        self, task: StagePass, passes: Passes, entering: Tensor | None, held: dict[tuple[int, int], _Forwarded] | None
     ) -> Tensor | None:  # fmt: skip
         """What is to be sent; what is needed on the way back goes into `held`. None: there is no way back."""
         if held is not None and entering is not None:
@@ -132,7 +132,7 @@ class Pipeline:
         assert leaving is not None
         return leaving.detach()
 
-    def _backward(self, task: Task, passes: Passes, forwarded: _Forwarded, gradient: Tensor | None) -> Tensor | None:
+    def _backward(self, task: StagePass, passes: Passes, forwarded: _Forwarded, gradient: Tensor | None) -> Tensor | None:
         """What is to be sent."""
         with passes.backward(task):
             torch.autograd.backward((forwarded.end,), (gradient,))
@@ -144,10 +144,10 @@ class Pipeline:
 
     # ---- what passes between stages
 
-    def _is_last(self, task: Task) -> bool:
+    def _is_last(self, task: StagePass) -> bool:
         return self.last and task.lap + 1 == self._laps
 
-    def _link(self, task: Task, *, ahead: bool) -> tuple[int, int]:
+    def _link(self, task: StagePass, *, ahead: bool) -> tuple[int, int]:
         """(stage, pipe) of what the task exchanges with the stretch after its own, or before it."""
         stage, stages = self._parallel.stage, self._parallel.stages
         other = (stage + (1 if ahead else -1)) % stages
@@ -157,7 +157,8 @@ class Pipeline:
         return other, ACTIVATIONS_ROUND if wraps else ACTIVATIONS
 
     def _exchange(
-        self, leaving: tuple[Task, Tensor] | None, coming: Sequence[Task], passes: Passes, arrivals: dict[Task, _Arrival]
+        self, leaving: tuple[StagePass, Tensor] | None, coming: Sequence[StagePass], passes: Passes,
+        arrivals: dict[StagePass, _Incoming],
     ) -> None:  # fmt: skip
         """Begin to send what a task has made, and to receive what those that are `coming` need. All memory is taken first: to
         find some may take a wait for the whole device, and a send ends once its receiver has come to its own exchange."""
@@ -168,7 +169,7 @@ class Pipeline:
             self._sent.append((dist.isend(tensor, group=self._parallel.pipes[pipe], group_dst=stage), tensor))
         for task, tensor in zip(coming, tensors, strict=True):
             stage, pipe = self._link(task, ahead=task.backward)
-            arrivals[task] = _Arrival(dist.irecv(tensor, group=self._parallel.pipes[pipe], group_src=stage), tensor)
+            arrivals[task] = _Incoming(dist.irecv(tensor, group=self._parallel.pipes[pipe], group_src=stage), tensor)
 
     def _forget_sent(self) -> None:
         """Let go of what is known to have arrived."""

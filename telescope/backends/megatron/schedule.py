@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Task:
+class StagePass:
     """A pass of row `row` through this stage's stretch `lap`, both from 0."""
 
     backward: bool
@@ -25,13 +25,13 @@ class Task:
     lap: int
 
 
-def forwards(rows: int, stages: int, laps: int) -> list[Task]:
+def forwards(rows: int, stages: int, laps: int) -> list[StagePass]:
     """Forward passes alone, alike on all stages: a group of as many rows as there are stages goes round `laps` times, then the
     next one."""
     return list(_round(rows, stages, range(laps), backward=False))
 
 
-def one_forward_one_backward(rows: int, stage: int, stages: int, laps: int) -> list[Task]:
+def one_forward_one_backward(rows: int, stage: int, stages: int, laps: int) -> list[StagePass]:
     """All passes of a minibatch. Earlier stages have more rows on their way: the last one has its first backward pass at
     once.
 
@@ -53,7 +53,7 @@ def passes_held(stage: int, stages: int, laps: int) -> int:
     return stages - stage if laps == 1 else 2 * (stages - stage) - 1 + (laps - 1) * stages
 
 
-def receives(orders: Sequence[Sequence[Task]], stage: int, laps: int) -> list[list[Task]]:
+def receives(orders: Sequence[Sequence[StagePass]], stage: int, laps: int) -> list[list[StagePass]]:
     """When `stage` begins to receive, where each stage keeps its order: first, and after each of its tasks, the tasks whose
     messages come next, in the order in which they are sent.
 
@@ -64,7 +64,7 @@ def receives(orders: Sequence[Sequence[Task]], stage: int, laps: int) -> list[li
     """
     ends = _ends(orders, laps)
     own = [ends[stage, task] for task in orders[stage]]
-    found: list[list[Task]] = [[] for _ in range(len(own) + 1)]
+    found: list[list[StagePass]] = [[] for _ in range(len(own) + 1)]
     needed = ((task, _source(task, stage, len(orders), laps)) for task in orders[stage])
     sent = [(ends[source], task) for task, source in needed if source is not None]
     for end, task in sorted(sent, key=lambda each: each[0]):
@@ -72,9 +72,9 @@ def receives(orders: Sequence[Sequence[Task]], stage: int, laps: int) -> list[li
     return found
 
 
-def _ends(orders: Sequence[Sequence[Task]], laps: int) -> dict[tuple[int, Task], int]:
+def _ends(orders: Sequence[Sequence[StagePass]], laps: int) -> dict[tuple[int, StagePass], int]:
     """When each stage's tasks are over, each begun as soon as can be."""
-    found: dict[tuple[int, Task], int] = {}
+    found: dict[tuple[int, StagePass], int] = {}
     places, now = [0] * len(orders), [0] * len(orders)
     while len(found) < sum(map(len, orders)):
         known = len(found)
@@ -91,15 +91,15 @@ def _ends(orders: Sequence[Sequence[Task]], laps: int) -> dict[tuple[int, Task],
     return found
 
 
-def _source(task: Task, stage: int, stages: int, laps: int) -> tuple[int, Task] | None:
+def _source(task: StagePass, stage: int, stages: int, laps: int) -> tuple[int, StagePass] | None:
     """The stage and task that send what a task needs; None: it needs nothing from others."""
     place = task.lap * stages + stage + (1 if task.backward else -1)
     if not 0 <= place < stages * laps:
         return None
-    return place % stages, Task(task.backward, task.row, place // stages)
+    return place % stages, StagePass(task.backward, task.row, place // stages)
 
 
-def _round(rows: int, stages: int, laps: range, *, backward: bool) -> Iterator[Task]:
+def _round(rows: int, stages: int, laps: range, *, backward: bool) -> Iterator[StagePass]:
     for first in range(0, rows, stages):
         for lap in laps:
-            yield from (Task(backward, row, lap) for row in range(first, min(first + stages, rows)))
+            yield from (StagePass(backward, row, lap) for row in range(first, min(first + stages, rows)))
