@@ -79,6 +79,7 @@ class MegatronBackend(SteppingBackend):
         self._parallel = parallel.make_parallel(
             job.world, settings.tensor_parallel_size, stages, pipeline.pipes_needed(laps), limit_s
         )
+        parallel.meet_groups(self._parallel, self._device)
         pipeline.meet_neighbours(self._parallel, laps, self._device)
         shape = shape_from(known.config.to_dict())
         layout = cut_shape(shape, stages, laps)
