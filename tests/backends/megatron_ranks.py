@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from telescope.algorithms.base import Algorithm
 from telescope.algorithms.grpo import GRPO
@@ -29,8 +29,8 @@ from telescope.maths.support import WHOLE, Support
 from telescope.weights.buckets import buckets, lay_out
 from tests.backends.four_ranks import forked, meet
 from tests.backends.megatron_watching import Watching, on_cpu, watch
-from tests.backends.models import random_model, random_other
-from tests.backends.shards import in_minibatches, make_job, make_shard, part
+from tests.backends.models import random_experts, random_model, random_other
+from tests.backends.shards import in_minibatches, make_job, make_shard, part, with_routing
 from tests.digits.batches import VARIANTS
 
 SHARES = {1: ([0, 1, 2, 3, 4, 5, 6, 7],), 2: ([0, 3, 1, 2], [6, 7, 5, 4]), 4: ([0, 3], [1, 2, 4], [6, 7], [5])}
@@ -48,7 +48,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
     "mistral": {"tie_word_embeddings": False, "sliding_window": 6},
-}
+    "experts": {"seed": 4, "num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "experts tied": {
+        "seed": 2, "num_experts": 8, "num_hidden_layers": 3, "decoder_sparse_step": 2, "norm_topk_prob": False,
+        "sliding_window": 6, "use_sliding_window": True, "num_experts_per_tok": 3, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""Seeds are such that no token of the tests finds two experts that are nearly as probable: rounding would choose."""
 ALL_PENALTIES = VARIANTS["grpo, penalties of all kinds"]
 """Asks for the base model's log-probs, and trains the entropy."""
 
@@ -67,8 +73,10 @@ class Case:
     minibatches: tuple[int, ...] = (8,)
     bucket_size: int | None = None
     """Numbers of a bucket of gradients, where buckets are summed up as they are full; None: megatron-core's 40 million."""
-    planted: bool = False
-    """The sum of gradients over the ranks of a model is left out."""
+    replayed: bool = False
+    """Four of five tokens go to experts that were recorded."""
+    planted: str = ""
+    """Whose sum of gradients is left out: of `norms` over the ranks of a model, or of `experts` over those with the same."""
 
     @property
     def tensor_size(self) -> int:
@@ -80,6 +88,7 @@ class Case:
 
 
 TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
+EP2, EP4 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}
 OVERLAPPED = {"overlap_grad_reduce": True}
 WHOLE_ROWS, WHOLE_MOMENTS = {"sequence_parallel": False}, {"use_distributed_optimizer": False}
 CUT, MIXED = Support(top_k=40, top_p=0.9), (0.7, 1.0, 1.6)
@@ -111,10 +120,25 @@ CASES = {
     "TP 2, DP 2, in buckets": Case(4, settings=TP2 | OVERLAPPED, bucket_size=1500),
     **{f"TP 2, DP 2, {model}": Case(4, model, TP2) for model in MODELS if model != "qwen3"},
     "TP 2, whole rows, qwen2": Case(2, "qwen2", TP2 | WHOLE_ROWS),
+    "1, experts": Case(1, "experts", {"gradient_checkpointing": "selective"}),
+    "TP 2, experts": Case(2, "experts", TP2, algorithm=ALL_PENALTIES),
+    "EP 2, experts": Case(2, "experts", EP2 | {"gradient_checkpointing": "full"}),
+    "EP 2, TP 2, experts": Case(2, "experts", EP2 | TP2 | {"gradient_checkpointing": "selective"}),
+    "EP 2, DP 4, experts": Case(4, "experts", EP2 | OVERLAPPED, bucket_size=1500),
+    "EP 2, TP 2, DP 2, experts": Case(4, "experts tied", EP2 | TP2),
+    "EP 2, TP 2, DP 2, experts, whole moments": Case(4, "experts", EP2 | TP2 | WHOLE_MOMENTS),
+    "EP 4, TP 2, experts": Case(4, "experts tied", EP4 | TP2),
+    "EP 2, TP 2, experts, replayed": Case(
+        2, "experts", EP2 | TP2 | {"gradient_checkpointing": "full"}, algorithm=ALL_PENALTIES, replayed=True
+    ),
+    "EP 2, DP 4, experts, replayed": Case(
+        4, "experts", EP2, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4), replayed=True
+    ),
 }  # fmt: skip
 PLANTED = {
-    "TP 2": Case(2, settings=TP2, planted=True),
-    "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS, planted=True),
+    "TP 2": Case(2, settings=TP2, planted="norms"),
+    "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS, planted="norms"),
+    "TP 2, experts": Case(2, "experts", TP2, planted="experts"),
 }
 
 
@@ -123,12 +147,20 @@ def models(folder: Path) -> dict[str, str]:
     for name, changes in MODELS.items():
         kind, place = name.partition(" ")[0], folder / name.replace(" ", "-")
         given = {**SIZES, "head_dim": 8, **changes}
-        made[name] = random_model(place, **given) if kind == "qwen3" else random_other(place, kind, **given)
+        match kind:
+            case "qwen3":
+                made[name] = random_model(place, **given)
+            case "experts":
+                made[name] = random_experts(place, **given)
+            case _:
+                made[name] = random_other(place, kind, **given)
     return made
 
 
 def make(case: Case, model: str, world: World) -> Job:
-    job = make_job(model=model, seq_len=64, pad_to_multiple_of=1, world=world, algorithm=case.algorithm)
+    job = make_job(
+        model=model, seq_len=64, pad_to_multiple_of=1, world=world, algorithm=case.algorithm, router_replay=case.replayed
+    )  # fmt: skip
     return replace(job, support=case.support)
 
 
@@ -136,8 +168,13 @@ def whole_shard(step: int = 1, sizes: tuple[int, ...] = (8,), temperatures: tupl
     return in_minibatches(make_shard(step, seed=step, temperatures=temperatures), sizes)
 
 
+def shard_of(case: Case, step: int = 1) -> TrainShard:
+    whole = whole_shard(step, case.minibatches, case.temperatures)
+    return with_routing(whole, layers=2, experts=8, top_k=2) if case.replayed else whole
+
+
 def share(case: Case, rank: int, step: int = 1) -> TrainShard:
-    return part(whole_shard(step, case.minibatches, case.temperatures), SHARES[case.models][rank // case.tensor_size])
+    return part(shard_of(case, step), SHARES[case.models][rank // case.tensor_size])
 
 
 def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:
@@ -166,24 +203,33 @@ def run(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
     backend.close()
 
 
-def pack_all(backend: Any, rank: int) -> torch.Tensor:
-    """A version in bfloat16, [nbytes] uint8; empty on other ranks than the first."""
-    specs, nbytes = lay_out(backend.layout(), "bfloat16")
-    whole = torch.zeros(nbytes, dtype=torch.uint8)
+def pack_all(backend: Any, rank: int) -> dict[str, torch.Tensor]:
+    """A version in bfloat16, flat, by name; empty on other ranks than the first."""
+    specs, _ = lay_out(backend.layout(), "bfloat16")
+    found = {}
     for bucket in buckets(specs, 5000):
         out = torch.empty(bucket.nbytes, dtype=torch.uint8) if rank == 0 else None
         backend.pack(bucket, out)
         if out is not None:
             for spec in bucket.specs:
                 first = spec.offset - bucket.start
-                whole[spec.offset : spec.offset + spec.nbytes] = out[first : first + spec.nbytes]
-    return whole
+                found[spec.name] = out[first : first + spec.nbytes].view(torch.bfloat16)
+    return found
 
 
 def planted(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
-    missing = "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads"
-    with mock.patch(missing, return_value=None):
+    norms = "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads"
+    left_out: dict[str, Any] = {
+        "norms": mock.patch(norms, return_value=None),
+        "experts": mock.patch.object(DistributedDataParallel, "finish_grad_sync", without_experts),
+    }
+    with left_out[case.planted]:
         run(f"planted {name}", case, model, rank, folder)
+
+
+def without_experts(ddp: Any, **_: Any) -> None:
+    for group in ddp.bucket_groups:
+        group.finish_grad_sync()
 
 
 HALF = {"mixed_precision_dtype": "bfloat16"}
@@ -193,10 +239,18 @@ RESUMED = {
     "DP 2, half, whole moments": Case(2, settings=HALF | WHOLE_MOMENTS),
     "DP 2, half, again": Case(2, settings=HALF),
     "DP 2, half, in buckets": Case(2, settings=HALF | OVERLAPPED, bucket_size=1500),
+    "EP 2, TP 2, DP 2, experts": Case(4, "experts", EP2 | TP2),
+    "EP 2, half, experts": Case(2, "experts", EP2 | HALF),
     "1": Case(1),
 }
-"""Each goes on from its own checkpoint; the last one also from the first's, whose ranks are four. "TP 2" goes on from one of
-FSDP, too, which lies in the folder before the ranks begin."""
+"""Each goes on from its own checkpoint."""
+MOVED = {
+    "qwen3": {"of four": Case(1), "of FSDP": Case(2, settings=TP2)},
+    "experts": {"of four": Case(2, "experts", EP2), "of FSDP": Case(2, "experts", EP2 | TP2)},
+}
+"""Of each model a case that goes on from the checkpoint of four ranks, and one that goes on from FSDP's, which lies there
+before the ranks begin."""
+OF_FOUR = {"qwen3": "TP 2, DP 2", "experts": "EP 2, TP 2, DP 2, experts"}
 
 
 def resume(name: str, case: Case, model: str, rank: int, folder: Path, begin: Path | None) -> None:
@@ -279,10 +333,11 @@ def main() -> int:
             if case.ranks == size:
                 resume(name, case, made[case.model], rank, folder, None)
                 resume(name, case, made[case.model], rank, folder, folder / f"saved {name}")
-        if size == 2:
-            resume("TP 2 of FSDP", Case(2, settings=TP2), made["qwen3"], rank, folder, folder / "saved by FSDP")
-        if size == 1:
-            resume("1 of four", RESUMED["1"], made["qwen3"], rank, folder, folder / "saved TP 2, DP 2")
+        for model, cases in MOVED.items():
+            begun = {"of four": folder / f"saved {OF_FOUR[model]}", "of FSDP": folder / f"saved by FSDP {model}"}
+            for name, case in cases.items():
+                if case.ranks == size:
+                    resume(f"{model} {name}", case, made[model], rank, folder, begun[name])
 
     return forked(one_rank)
 

@@ -24,6 +24,8 @@ from telescope.config.sections import ModelSettings
 from tests.backends.four_ranks import run_module
 from tests.backends.megatron_ranks import (
     CASES,
+    MOVED,
+    OF_FOUR,
     PLANTED,
     RESUMED,
     SHARES,
@@ -31,6 +33,7 @@ from tests.backends.megatron_ranks import (
     make,
     models,
     pack_all,
+    shard_of,
     whole_shard,
 )
 from tests.backends.shards import make_job, part
@@ -53,8 +56,8 @@ class Plain:
     metrics: dict[str, float]
     gradients: Tensors
     weights: Tensors
-    packed: torch.Tensor
-    begun: torch.Tensor
+    packed: Tensors
+    begun: Tensors
     """As `packed`, before the step."""
 
 
@@ -63,7 +66,8 @@ def folder(tmp_path_factory) -> Path:
     """Filled by four ranks, once for all tests."""
     found: Path = tmp_path_factory.mktemp("megatron")
     models(found)
-    save_by_fsdp(found)
+    for model in MOVED:
+        save_by_fsdp(found, model)
     run_module("tests.backends.megatron_ranks", str(found), limit_s=LIMIT_S)
     return found
 
@@ -75,13 +79,13 @@ def plain(folder: Path) -> dict[tuple[Any, ...], Plain]:
 
 
 def key(case: Case) -> tuple[Any, ...]:
-    return case.model, case.support, case.temperatures, repr(case.algorithm), case.minibatches
+    return case.model, case.support, case.temperatures, repr(case.algorithm), case.minibatches, case.replayed
 
 
 def by_fsdp(case: Case, folder: Path) -> Plain:
     backend = watch(make(case, str(folder / case.model.replace(" ", "-")), World(0, 1, "cpu")))
     begun = pack_all(backend, 0)
-    shard = whole_shard(1, case.minibatches, case.temperatures)
+    shard = shard_of(case)
     logprobs = backend.logprobs(shard)
     metrics = backend.train_step(shard).metrics
     weights = dict(backend.weights())
@@ -117,21 +121,26 @@ def test_it_is_what_fsdp_computes(folder: Path, plain: dict[tuple[Any, ...], Pla
             {each: expected.metrics[each] for each in SAME}, rel=1e-5
         )
         assert metrics.keys() == expected.metrics.keys()
-    assert list(found["weights"]) == list(expected.weights), "names, and their order"
+    assert found["weights"].keys() == expected.weights.keys()
     apart = max(float((found["weights"][each] - tensor).abs().max()) for each, tensor in expected.weights.items())
     assert apart <= 2e-5, "AdamW's first step is the rate, 1e-3, whatever the gradient's size"
-    ours, theirs = found["packed"].view(torch.bfloat16).float(), expected.packed.view(torch.bfloat16).float()
-    assert ours.shape == theirs.shape
-    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-4)
+    assert found["packed"].keys() == expected.packed.keys()
+    for each, theirs in expected.packed.items():
+        torch.testing.assert_close(found["packed"][each].float(), theirs.float(), rtol=2**-7, atol=1e-4)
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
 @pytest.mark.parametrize("name", CASES)
 def test_before_a_step_servers_are_sent_the_same_bytes_as_by_fsdp(folder: Path, plain: dict[tuple[Any, ...], Plain], name: str):
     """Version 0 of a checkpoint that both read."""
-    found, expected = torch.load(folder / f"{name}.pt"), plain[key(CASES[name])]
-    assert torch.equal(found["begun"], expected.begun)
-    assert not torch.equal(found["begun"], found["packed"]), "after the step they are others"
+    case = CASES[name]
+    found, expected = torch.load(folder / f"{name}.pt"), plain[key(case)]
+    assert found["begun"].keys() == expected.begun.keys()
+    assert all(torch.equal(found["begun"][each], theirs) for each, theirs in expected.begun.items())
+    changed = [each for each, before in found["begun"].items() if not torch.equal(before, found["packed"][each])]
+    assert len(changed) > len(expected.begun) / 2, "after the step they are others"
+    if case.settings.get("expert_parallel_size", 1) == 1:
+        assert list(found["begun"]) == list(expected.begun), "ranks that share out experts send them in turn"
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
@@ -154,9 +163,10 @@ def read(folder: Path, name: str) -> Tensors:
 def test_a_sum_over_the_ranks_of_a_model_that_is_left_out_is_found_and_the_worst_tensor_named(
     folder: Path, plain: dict[tuple[Any, ...], Plain], name: str
 ):
-    distance, whose = worst(plain[key(PLANTED[name])].gradients, torch.load(folder / f"planted {name}.pt")["gradients"])
+    case = PLANTED[name]
+    distance, whose = worst(plain[key(case)].gradients, torch.load(folder / f"planted {name}.pt")["gradients"])
     assert distance > 0.1
-    assert whose.endswith("norm.weight")
+    assert whose.endswith("norm.weight") if case.planted == "norms" else ".mlp.experts." in whose
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
@@ -169,10 +179,12 @@ def test_a_resumed_run_goes_on_to_the_bit(folder: Path, name: str):
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
-def test_a_checkpoint_of_four_ranks_is_gone_on_with_by_one_and_by_fsdp(folder: Path):
+@pytest.mark.parametrize("model", MOVED)
+def test_a_checkpoint_of_four_ranks_is_gone_on_with_by_fewer_and_by_fsdp(folder: Path, model: str):
     """Its files have the names, shapes and moments of Hugging Face's tensors, whoever wrote them."""
-    went_on = torch.load(folder / "went on TP 2, DP 2.pt")
-    found = [torch.load(folder / "resumed 1 of four.pt"), by_fsdp_from(folder / "saved TP 2, DP 2", folder)]
+    went_on = torch.load(folder / f"went on {OF_FOUR[model]}.pt")
+    by_fsdp = by_fsdp_from(folder / f"saved {OF_FOUR[model]}", folder, model)
+    found = [torch.load(folder / f"resumed {model} of four.pt"), by_fsdp]
     for each in found:
         for one, other in zip(went_on["metrics"], each["metrics"], strict=True):
             assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
@@ -182,28 +194,32 @@ def test_a_checkpoint_of_four_ranks_is_gone_on_with_by_one_and_by_fsdp(folder: P
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
-def test_a_checkpoint_of_fsdp_is_gone_on_with_by_two_ranks_of_a_model(folder: Path):
-    went_on, found = by_fsdp_from(folder / "saved by FSDP", folder), torch.load(folder / "resumed TP 2 of FSDP.pt")
+@pytest.mark.parametrize("model", MOVED)
+def test_a_checkpoint_of_fsdp_is_gone_on_with_by_two_ranks_of_a_model(folder: Path, model: str):
+    went_on = by_fsdp_from(folder / f"saved by FSDP {model}", folder, model)
+    found = torch.load(folder / f"resumed {model} of FSDP.pt")
     for one, other in zip(went_on["metrics"], found["metrics"], strict=True):
         assert {each: other[each] for each in SAME} == pytest.approx({each: one[each] for each in SAME}, rel=1e-5)
         assert other["loss"] == pytest.approx(one["loss"], rel=2e-6)
-    apart = {name: float((found["weights"][name] - tensor).abs().max()) for name, tensor in went_on["weights"].items()}
-    assert max(apart.values()) < 5e-6, apart
+    for name, tensor in went_on["weights"].items():
+        apart = (found["weights"][name] - tensor).abs()
+        assert float(apart.max()) < 2e-4, name
+        assert int((apart > 5e-6).sum()) <= 1, f"{name}: AdamW makes steps of rounding where a gradient is next to nothing"
 
 
-def save_by_fsdp(folder: Path) -> None:
+def save_by_fsdp(folder: Path, model: str) -> None:
     """After step 1."""
-    backend = watch(make_job(model=str(folder / "qwen3"), seq_len=64, pad_to_multiple_of=1))
+    backend = watch(make_job(model=str(folder / model), seq_len=64, pad_to_multiple_of=1))
     backend.train_step(whole_shard())
     outcomes: queue.Queue[Any] = queue.Queue()
-    backend.save(1, folder / "saved by FSDP", outcomes.put)
+    backend.save(1, folder / f"saved by FSDP {model}", outcomes.put)
     outcome = outcomes.get(timeout=60)
     assert isinstance(outcome, Saved), outcome
     backend.close()
 
 
-def by_fsdp_from(checkpoint: Path, folder: Path) -> dict[str, Any]:
-    job = make_job(model=str(folder / "qwen3"), seq_len=64, pad_to_multiple_of=1)
+def by_fsdp_from(checkpoint: Path, folder: Path, model: str) -> dict[str, Any]:
+    job = make_job(model=str(folder / model), seq_len=64, pad_to_multiple_of=1)
     backend = watch(replace(job, resume=checkpoint))
     metrics = [backend.train_step(whole_shard(step)).metrics for step in (2, 3)]
     found = {"metrics": metrics, "weights": dict(backend.weights())}

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed here
 from telescope.backends import megatron
 from telescope.backends.common.models import UnfitModel
 from telescope.backends.megatron import Megatron, architecture
-from tests.backends.models import random_model, random_other
+from tests.backends.models import random_experts, random_model, random_other
 from tests.backends.shards import make_job
 
 
@@ -53,6 +53,8 @@ def test_ranks_that_do_not_go_with_the_settings_are_named():
     (sentence,) = errors(Megatron(tensor_parallel_size=4), 6)
     assert "backend.tensor_parallel_size=4 must divide cluster.trainer_num_workers=6" in sentence
     assert "cluster.trainer_num_workers=8" in sentence
+    (sentence,) = errors(Megatron(expert_parallel_size=4), 6)
+    assert "backend.expert_parallel_size=4 must divide cluster.trainer_num_workers=6" in sentence
     (sentence,) = errors(Megatron(sequence_parallel=True), 2)
     assert "set sequence_parallel=auto" in sentence
     (sentence,) = errors(Megatron(tensor_parallel_size=2, sequence_parallel=False, gradient_checkpointing="selective"), 2)
@@ -77,7 +79,7 @@ def test_auto_is_decided_by_the_ranks():
     two = Megatron(tensor_parallel_size=2)
     assert (Megatron().spreads_sequence(), two.spreads_sequence()) == (False, True)
     assert (Megatron().spreads_optimizer(1), Megatron().spreads_optimizer(2), two.spreads_optimizer(2)) == (False, True, False)
-    assert two.alone().tensor_parallel_size == 1
+    assert two.alone().tensor_parallel_size == Megatron(expert_parallel_size=2).alone().expert_parallel_size == 1
     assert not two.cuts_rows
     assert two.ranks_a_shard == 2
 
@@ -108,6 +110,32 @@ def test_sizes_that_do_not_divide_are_refused(tmp_path, size: int, changes: dict
     model = random_model(tmp_path / "model", **changes)
     with pytest.raises(UnfitModel, match=sentence):
         architecture.read(Megatron(tensor_parallel_size=size), make_job(model=model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"expert_parallel_size": 3}, r"expert_parallel_size=3 must divide its 4 experts: set it to one of 1, 2, 4$"),
+        (
+            {"tensor_parallel_size": 2, "sequence_parallel": False},
+            r"sequence_parallel=false gives each .* set sequence_parallel=auto",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_shared_out_are_refused(tmp_path, settings: dict[str, Any], sentence: str):
+    model = random_experts(tmp_path / "model", intermediate_size=47)
+    with pytest.raises(UnfitModel, match=sentence):
+        architecture.read(Megatron(**settings), make_job(model=model))
+    assert architecture.read(Megatron(tensor_parallel_size=2), make_job(model=model)).facts.experts == 4, "no layer is dense"
+
+
+def test_experts_are_not_asked_of_a_model_that_has_none(tmp_path):
+    job = make_job(model=random_model(tmp_path / "model"))
+    with pytest.raises(UnfitModel, match=r"deals out experts, and this model has none: set it to 1"):
+        architecture.read(Megatron(expert_parallel_size=2), job)
+    replayed = replace(job, trainer=job.trainer.model_copy(update={"router_replay": True}))
+    with pytest.raises(UnfitModel, match=r"trainer\.router_replay=true is for models with experts, and this has none"):
+        architecture.read(Megatron(), replayed)
 
 
 def test_a_model_whose_rotations_follow_lengths_is_refused_as_with_fsdp(tmp_path):

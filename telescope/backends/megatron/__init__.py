@@ -1,4 +1,5 @@
-"""The Megatron-Core backend: dense models spread over GPUs by tensor parallelism, and over groups of them by data parallelism.
+"""The Megatron-Core backend: models spread over GPUs by tensor and expert parallelism, and over groups of them by data
+parallelism.
 
 Owns the backend's settings. Torch and megatron-core are imported in `build()`, so that a configuration is composed without
 them.
@@ -31,6 +32,9 @@ class Megatron(BackendSettings):
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Trainer ranks that hold each matrix together, a part of its rows or columns each: neighbours, best within one host. Must
     divide the number of ranks, and the model's key-value heads."""
+    expert_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Trainer ranks that share out the experts of a model, whole ones each, whichever model of tensor_parallel_size they belong
+    to: a token is sent to the ranks that have its experts. Must divide the number of ranks, and of experts."""
     sequence_parallel: bool | Literal["auto"] = "auto"
     """Cut what lies between the matrices (norms, residuals) along the row's tokens over the same ranks: less memory at the same
     traffic. auto: where tensor_parallel_size is above 1."""
@@ -73,7 +77,12 @@ class Megatron(BackendSettings):
 
     def alone(self) -> Megatron:
         return self.model_copy(
-            update={"tensor_parallel_size": 1, "sequence_parallel": "auto", "use_distributed_optimizer": "auto"}
+            update={
+                "tensor_parallel_size": 1,
+                "expert_parallel_size": 1,
+                "sequence_parallel": "auto",
+                "use_distributed_optimizer": "auto",
+            }
         )
 
     def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -86,6 +95,12 @@ class Megatron(BackendSettings):
                 f"set {workers}={-(-ranks // size) * size}, or another tensor_parallel_size",
             )
             return
+        if ranks % self.expert_parallel_size:
+            yield (
+                ("backend.expert_parallel_size", workers),
+                f"backend.expert_parallel_size={self.expert_parallel_size} must divide {workers}={ranks}: so many ranks share "
+                f"out the experts; set {workers} to a multiple of it, or another expert_parallel_size",
+            )
         if self.sequence_parallel is True and size == 1:
             yield (
                 ("backend.sequence_parallel", "backend.tensor_parallel_size"),

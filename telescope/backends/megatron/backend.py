@@ -19,8 +19,9 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
 from telescope.backends.base import Job, Outcome
-from telescope.backends.common import kernels, model_work, ranks, rows
+from telescope.backends.common import kernels, model_work, ranks, routing, rows
 from telescope.backends.common.flat_buckets import host_weights
+from telescope.backends.common.routing import ExpertLoad
 from telescope.backends.common.saving import Saver
 from telescope.backends.common.stepping import SteppingBackend
 from telescope.backends.megatron import architecture, parallel, state
@@ -30,8 +31,6 @@ from telescope.backends.megatron.publish import PartPacker
 from telescope.backends.megatron.rules import TensorMap
 from telescope.backends.megatron.updates import PieceUpdater
 from telescope.maths import packing
-from telescope.maths.flops import TrainingWork
-from telescope.maths.memory import shape_from
 from telescope.weights.buckets import Bucket, ModelTensor
 
 if TYPE_CHECKING:
@@ -69,8 +68,13 @@ class MegatronBackend(SteppingBackend):
     def _build(self, settings: Megatron, kind: Kind, computing: torch.dtype) -> None:
         job = self._job
         known = architecture.read(settings, job)
-        self._parallel = parallel.make_parallel(job.world, settings.tensor_parallel_size, settings.collective_timeout_s)
-        self._table = TensorMap(known.facts, known.shapes, self._parallel.tensor_rank, self._parallel.tensor_size)
+        self._parallel = parallel.make_parallel(
+            job.world, settings.tensor_parallel_size, settings.collective_timeout_s, settings.expert_parallel_size
+        )
+        held, experts = self._parallel, self._parallel.experts
+        self._table = TensorMap(
+            known.facts, known.shapes, held.tensor_rank, held.tensor_size, experts.rank, experts.size
+        )  # fmt: skip
         master = getattr(torch, job.model.dtype)
 
         def made() -> ParallelPolicy:
@@ -95,27 +99,30 @@ class MegatronBackend(SteppingBackend):
         self._reference = None
         if job.algorithm.needs_reference:
             self._reference = made().requires_grad_(False).eval()
+            self._reference.replays = False
             frozen = dict(self._reference.lm.named_parameters())
             self._fill(self._reference, known.files, lambda name, whole: frozen[name].copy_(whole), master)
         everywhere = {rule.parameter: rule.everywhere for rule in self._table.rules.values()}
         self._updater = PieceUpdater(job, self._ddp, self._masters, everywhere, scaled=computing == torch.float16)
         if job.resume is not None:
             state.put_back(job.resume, self._masters, self._updater, self._table, self._parallel, job.world)
-        shape = shape_from(known.config.to_dict())
-        self._work = TrainingWork.of(
-            trained=float(shape.computing_parameters), layers=shape.layers, heads=shape.heads, head_dim=shape.head_dim
-        )
+        self._work = known.work
+        facts = known.facts
+        if facts.expert_layers:
+            self._load = ExpertLoad(len(facts.expert_layers), facts.experts, facts.top_k, self._device)
+            self._policy.load = self._load
         self._packer = PartPacker(self._masters, self._table, self._parallel, self._device)
         log.info(
-            "%s: %.2fM weights, computing in %s, attention %s, %d ranks a model%s, %d models%s",
+            "%s: %.2fM weights, computing in %s, attention %s, %d ranks a model%s, %d models%s%s",
             type(known.config).__name__.removesuffix("Config"),
-            shape.parameters / 1e6,
+            known.parameters / 1e6,
             str(computing).removeprefix("torch."),
             kernels.WORDS[kind],
             self._parallel.tensor_size,
             ", rows spread over them" if settings.spreads_sequence() else "",
             self._parallel.data_size,
             ", moments spread over them" if spread else "",
+            f", {known.facts.experts} experts a layer over {experts.size} ranks" if known.facts.experts else "",
         )
 
     @torch.no_grad()
@@ -127,7 +134,8 @@ class MegatronBackend(SteppingBackend):
 
     def _on_device(self, arrays: packing.RowArrays) -> tuple[rows.DeviceRow, ParallelRow]:
         row = rows.to_device(arrays, self._device)
-        return row, self._policy.prepared(row, arrays.boundaries)
+        told = None if self._load is None else routing.of_row(arrays, self._device)
+        return row, self._policy.prepared(row, arrays.boundaries, told)
 
     def _row_of_many(self, last: bool) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = nullcontext() if last else self._ddp.no_sync()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from telescope.backends.megatron.parallel import Parallel
+from telescope.backends.megatron.parallel import Copies, Parallel
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,30 @@ class Masters:
     """Of a model that megatron-core's DistributedDataParallel `ddp` holds."""
 
     def __init__(self, ddp: Any, dtype: torch.dtype, parallel: Parallel, *, spread: bool) -> None:
-        """`dtype`: what weights are updated in. `spread`: over the data-parallel ranks, as ddp spreads its buffers."""
-        self._ddp, self._parallel, self._spread = ddp, parallel, spread and parallel.data_size > 1
+        """`dtype`: what weights are updated in. `spread`: over the ranks with equal parts, as ddp spreads its buffers."""
+        self._ddp, self._parallel, self._spread = ddp, parallel, spread
         self.dtype = dtype
         self.parameters: dict[str, nn.Parameter] = dict(ddp.module.named_parameters())
         runs = self._runs() if self._spread else {name: (0, p.numel()) for name, p in self.parameters.items()}
         self.pieces = {name: self._piece(self.parameters[name], *run) for name, run in runs.items()}
 
+    def of_expert(self, name: str) -> bool:
+        """Whether megatron-core sums the parameter's gradient over the ranks with the same experts, and not over the
+        data-parallel ones."""
+        return not getattr(self.parameters[name], "allreduce", True)
+
+    def copies(self, name: str) -> Copies:
+        """The ranks that have the same of this parameter."""
+        return self._parallel.copies(of_expert=self.of_expert(name))
+
     def _runs(self) -> dict[str, tuple[int, int]]:
         """By name; of a parameter that is all other ranks' there is none."""
         runs, names = {}, {parameter: name for name, parameter in self.parameters.items()}
-        for buffer in self._ddp.buffers:
+        for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers):
             for bucket in buffer.buckets:
-                share = bucket.grad_data.numel() // self._parallel.data_size
-                begin = bucket.offset + self._parallel.data_rank * share
+                copies = self.copies(names[bucket.params_list[0]])
+                share = bucket.grad_data.numel() // copies.size
+                begin = bucket.offset + copies.rank * share
                 for parameter in bucket.params_list:
                     first, last, _ = buffer.param_index_map[parameter]
                     start, stop = max(begin, first), min(begin + share, last)
@@ -85,21 +95,21 @@ class Masters:
 
     @torch.no_grad()
     def whole(self, name: str, of: Callable[[UpdatedPiece], Tensor], dtype: torch.dtype, owner: int = 0) -> Tensor | None:
-        """A parameter's weights (or gradient, or moments, as `of` says) in the parameter's shape on data-parallel rank `owner`;
-        None on the others. A collective where masters are spread.
+        """A parameter's weights (or gradient, or moments, as `of` says) in the parameter's shape on rank `owner` of its
+        `copies`; None on the others. A collective where masters are spread.
 
         Each number is on one rank and 0 elsewhere, so that adding up bytes is joining them, to the bit.
         """
-        parameter, piece = self.parameters[name], self.pieces.get(name)
-        mine = self._parallel.data_rank == owner
-        if not self._spread:
+        parameter, piece, copies = self.parameters[name], self.pieces.get(name), self.copies(name)
+        mine = copies.rank == owner
+        if not self._spread or copies.size == 1:
             assert piece is not None
             return of(piece).detach().view(parameter.shape) if mine else None
         flat = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
         if piece is not None:
             flat[piece.start : piece.stop].copy_(of(piece).detach())
-        to = owner * self._parallel.tensor_size + self._parallel.tensor_rank
-        dist.reduce(flat.view(torch.uint8), dst=to, op=dist.ReduceOp.SUM, group=self._parallel.data_group)
+        to = dist.get_global_rank(copies.group, owner)
+        dist.reduce(flat.view(torch.uint8), dst=to, op=dist.ReduceOp.SUM, group=copies.group)
         return flat.view(parameter.shape) if mine else None
 
     @property
@@ -126,8 +136,11 @@ class Masters:
         """[] float32: of the gradient over all ranks, each parameter once. `everywhere`: by name, whether all ranks of a model
         have all of it. A collective."""
         first = self._parallel.tensor_rank == 0
-        once = self._spread or self._parallel.data_rank == 0
-        counted = [piece.gradient for name, piece in self.pieces.items() if once and (first or not everywhere[name])]
+
+        def counts(name: str) -> bool:
+            return (self._spread or self.copies(name).rank == 0) and (first or not everywhere[name])
+
+        counted = [piece.gradient for name, piece in self.pieces.items() if counts(name)]
         total = torch.zeros((), dtype=torch.float32, device=next(iter(self.parameters.values())).device)
         if counted:
             total += torch.stack(torch._foreach_norm(counted, 2.0, torch.float32)).square().sum()

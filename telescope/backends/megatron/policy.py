@@ -23,8 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from telescope.backends.common import attention, vocabulary
 from telescope.backends.common.attention_choice import Kind
 from telescope.backends.common.recompute import checkpoint_arguments, mode
+from telescope.backends.common.routing import ExpertLoad, RowRouting
 from telescope.backends.common.rows import DeviceRow, sent
 from telescope.backends.megatron.architecture import Architecture, core_config
+from telescope.backends.megatron.experts import ExpertLayer
 from telescope.backends.megatron.layers import AttentionRow, layer_spec
 from telescope.backends.megatron.parallel import Parallel
 from telescope.maths.support import WHOLE, Support
@@ -42,6 +44,8 @@ class ParallelRow:
     places: Tensor  # [n] int64, the tokens before the sampled ones
     targets: Tensor  # [n] int64, the sampled tokens
     temperature: float | Tensor  # of all of them, or [n] float32
+    routing: RowRouting | None = None
+    """Of this rank's tokens, where layers have experts."""
 
 
 class ParallelPolicy(nn.Module):
@@ -63,7 +67,11 @@ class ParallelPolicy(nn.Module):
         group = parallel.tensor_group if parallel.tensor_size > 1 else None
         self._vocabulary = vocabulary.cut(facts.vocabulary, parallel.tensor_rank, parallel.tensor_size, group)
         width = architecture.config.intermediate_size
-        spec = layer_spec(kind, architecture.windows, facts.head_dim**-0.5, width, head_norms=facts.head_norms)
+        self.load: ExpertLoad | None = None
+        """Where training counts what its experts get."""
+        self.replays = True
+        """Whether recorded choices are followed: a model that is only compared with routes by itself."""
+        spec = layer_spec(kind, architecture.windows, facts.head_dim**-0.5, width, facts, parallel.experts)
         self.lm: Any = GPTModel(
             config=self.config,
             transformer_layer_spec=spec,
@@ -74,7 +82,7 @@ class ParallelPolicy(nn.Module):
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
 
-    def prepared(self, row: DeviceRow, boundaries: np.ndarray) -> ParallelRow:
+    def prepared(self, row: DeviceRow, boundaries: np.ndarray, routing: RowRouting | None = None) -> ParallelRow:
         """boundaries [S + 1]: segment s is tokens boundaries[s] to boundaries[s + 1]. A row that is shared out over ranks is
         filled up with one more segment, which nobody looks at."""
         ids, positions = row.ids, row.position_ids
@@ -83,6 +91,10 @@ class ParallelPolicy(nn.Module):
             ids = torch.nn.functional.pad(ids, (0, missing))
             positions = torch.cat([positions, sent(np.arange(missing)[None], self._device)], dim=1)
             boundaries = np.append(boundaries, boundaries[-1] + missing)
+            routing = None if routing is None else routing.padded(missing)
+        if routing is not None and self._spread:
+            share = ids.shape[1] // size
+            routing = routing.part(slice(self._parallel.tensor_rank * share, (self._parallel.tensor_rank + 1) * share))
         segments = attention.segments(self.kind, boundaries, self._device)
         cos, sin = self._rotation(torch.empty(0, dtype=self._computing, device=self._device), positions)
         return ParallelRow(
@@ -91,6 +103,7 @@ class ParallelPolicy(nn.Module):
             row.sampled - 1,
             row.targets,
             sent(row.temperature, self._device) if isinstance(row.temperature, np.ndarray) else row.temperature,
+            routing,
         )
 
     def forward(self, given: ParallelRow, chunk: int, support: Support = WHOLE) -> tuple[Tensor, Tensor]:
@@ -119,13 +132,19 @@ class ParallelPolicy(nn.Module):
         if not self._spread:
             hidden = hidden.transpose(0, 1).contiguous()
         for layer in self.lm.decoder.layers:
-            hidden = self._of_layer(layer, hidden, given.row)
+            hidden = self._of_layer(layer, hidden, given)
         final: Tensor = self.lm.decoder.final_layernorm(hidden)
         return final
 
-    def _of_layer(self, layer: Any, hidden: Tensor, row: AttentionRow) -> Tensor:
+    def _of_layer(self, layer: Any, hidden: Tensor, given: ParallelRow) -> Tensor:
+        load = self.load if torch.is_grad_enabled() else None  # what is not trained is not counted
+
         def run(entering: Tensor) -> Tensor:
-            leaving: Tensor = layer(entering, attention_mask=None, packed_seq_params=row)[0]
+            nonlocal load
+            if isinstance(layer.mlp, ExpertLayer):
+                layer.mlp.row, layer.mlp.load = (given.routing if self.replays else None), load
+                load = None  # a layer that is computed again counts once
+            leaving: Tensor = layer(entering, attention_mask=None, packed_seq_params=given.row)[0]
             return leaving
 
         if self._again is None or not torch.is_grad_enabled():
