@@ -3,8 +3,10 @@
 The same batch and weights by both: log-probs, loss, every parameter's gradient, the weights after one step of AdamW. In
 float32 (TF32 off) a gradient is within 1e-5 of FSDP's, by ‖g - g′‖ / ‖g‖ of each tensor; in bfloat16 within 2e-2 of FSDP's in
 float32, or within twice FSDP's own distance in bfloat16. The worst tensor is named. Then two checks of itself: a checkpoint is
-gone on with, in float32 to the bit, and a sum over ranks that is left out is found. `--speed` times a model of Qwen3-0.6B's
-shape beside FSDP. Exits 0 only if all hold. `--device cpu` runs the same on a CPU. No pytest module: it needs GPUs.
+gone on with, in float32 to the bit, and a sum over ranks that is left out is found. Models with experts share them out over two
+GPUs, with and without recorded routing (`--models experts "experts, replayed"`: those alone). `--speed` times a model of
+Qwen3-0.6B's shape beside FSDP. Exits 0 only if all hold. `--device cpu` runs the same on a CPU. No pytest module: it needs
+GPUs.
 """
 
 from __future__ import annotations
@@ -137,7 +139,7 @@ def compute(rank: int, order: Order, world: World, again: int) -> None:
         backend = build(order, job)
         shard = make_shard(lengths=LENGTHS, temperatures=TEMPERATURES if order.mixed else (1.0,))
         if order.replayed:
-            shard = with_routing(shard, layers=2, experts=8, top_k=2)
+            shard = with_routing(shard, layers=2, experts=8, top_k=2, share=1.0)
         own = part(shard, SHARES[order.size // order.tensor_size][rank // order.tensor_size])
         logprobs = backend.logprobs(own)
         found: dict[str, Any] = {"metrics": backend.train_step(own).metrics, "gradients": backend.updates[-1]}
@@ -220,9 +222,10 @@ def logprob_gap(expected: np.ndarray, found: list[np.ndarray], order: Order) -> 
     return most
 
 
-def agreement(folder: Path, gpus: int, device: str) -> bool:
+def agreement(folder: Path, gpus: int, device: str, models: list[str]) -> bool:
     plain, mixed, ours = dict[tuple[str, str], Order](), dict[str, Order](), dict[str, tuple[str, str, Order]]()
-    for name, changes in MODELS.items():
+    for name in models:
+        changes = MODELS[name]
         model, replayed = make_one(name, changes, folder / name), name.endswith("replayed")
         for precision, how in PRECISIONS.items():
             if name == "experts" and precision != "float32":
@@ -251,10 +254,10 @@ def agreement(folder: Path, gpus: int, device: str) -> bool:
     for size in range(1, gpus + 1):
         every = *plain.values(), *(mixed.values() if gpus > 1 else ()), *(found[2] for found in asked.values())
         run([order for order in every if order.size == size])
-    exact = {name: read(plain[name, "float32"]) for name in MODELS}
+    exact = {name: read(plain[name, "float32"]) for name in models}
     limits = {
         name: allowed(exact[name]["gradients"], read(plain[name, "bfloat16"])["gradients"])
-        for name in MODELS if (name, "bfloat16") in plain
+        for name in models if (name, "bfloat16") in plain
     }  # fmt: skip
     found = [
         tell(each, order, read(mixed[name]) if order.mixed else exact[name], limits.get(name, {}), how)
@@ -333,6 +336,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--shape", default="0.6B", choices=SHAPES)
     given = parser.parse_args()
     if given.device == "cuda":
@@ -340,7 +344,7 @@ def main() -> int:
         print(torch.cuda.get_device_name())
     print("torch", torch.__version__)
     with tempfile.TemporaryDirectory() as name:
-        good = agreement(Path(name), given.gpus, given.device)
+        good = agreement(Path(name), given.gpus, given.device, given.models)
         if given.speed:
             speed(Path(name), given.gpus, given.shape)
     return 0 if good else 1
