@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from telescope._launch.child_processes import ProcessEnd
-from telescope._launch.stacks import read_stacks
+from telescope._launch.stacks import StackReport, read_crash, read_stacks
 from telescope.exit_codes import COMPONENT_FAILED
 from telescope.runlog.files import read_object
 from telescope.runlog.layout import RunDirectory
@@ -22,6 +22,8 @@ TAIL_LINES = 15
 TAIL_BYTES = 32_768
 STACK_BYTES = 1_048_576
 """Stacks of some hundred threads."""
+FAULTS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+"""Signals that a process gets for what it did itself."""
 
 
 class FailureCause(msgspec.Struct, frozen=True):
@@ -56,9 +58,12 @@ def find_root_cause(
     confession = _find_confession(run, names) if first == "orchestrator" and _leaves_for_another(ends[first]) else ""
     culprit = confession or find_suspect(run, names, ends) or first
     cause = make_cause(run, culprit, first, ends, (incarnations or {}).get(culprit, 1))
-    if culprit != asked:
-        return cause
-    return msgspec.structs.replace(cause, sentence=cause.sentence + describe_stack(run, culprit, Path(cause.log)))
+    more = ""
+    if culprit == asked:
+        more = describe_stack(run, culprit, Path(cause.log))
+    elif culprit in failed and -failed[culprit].status in FAULTS:
+        more = describe_crash(run, culprit, Path(cause.log))
+    return msgspec.structs.replace(cause, sentence=cause.sentence + more)
 
 
 def find_suspect(run: RunDirectory, names: Sequence[str], ends: Mapping[str, ProcessEnd]) -> str:
@@ -95,13 +100,7 @@ def describe_stack(run: RunDirectory, name: str, log: Path) -> str:
     found = read_stacks(read_tail_text(log, STACK_BYTES))
     if found is None:
         return ""
-    environments = read_object(run.config_json).get("environments")
-    names = [
-        (label, str(settings.get("name", label)))
-        for label, settings in (environments.items() if isinstance(environments, Mapping) else ())
-        if isinstance(settings, Mapping)
-    ]
-    label = found.find_environment(names) if name.startswith("worker-") else ""
+    label = _find_environment(run, name, found)
     way_out = (
         f" Code of environments.{label} held the whole worker: a call that keeps the interpreter, which no time limit ends, "
         "belongs in a grader's process (docs/rewards.md)."
@@ -109,6 +108,27 @@ def describe_stack(run: RunDirectory, name: str, log: Path) -> str:
         else ""
     )
     return f" When it was asked, {found.describe()}.{way_out}"
+
+
+def describe_crash(run: RunDirectory, name: str, log: Path) -> str:
+    """Where the process was when a fault killed it, likewise."""
+    found = read_crash(read_tail_text(log, STACK_BYTES))
+    if found is None:
+        return ""
+    label = _find_environment(run, name, found)
+    whose = f" That is code of environments.{label}: what may crash belongs in a process of its own." if label else ""
+    return f" When it crashed, {found.describe()}.{whose}"
+
+
+def _find_environment(run: RunDirectory, name: str, found: StackReport) -> str:
+    """The label of the environment whose code a worker was in; empty where it was in none's."""
+    environments = read_object(run.config_json).get("environments")
+    if not name.startswith("worker-") or not isinstance(environments, Mapping):
+        return ""
+    names = [
+        (label, str(settings.get("name", label))) for label, settings in environments.items() if isinstance(settings, Mapping)
+    ]
+    return found.find_environment(names)
 
 
 def describe_end(end: ProcessEnd) -> str:

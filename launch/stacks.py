@@ -1,6 +1,6 @@
-"""Where a silent process was: its stacks, which it wrote to its log when it was asked, as one sentence. Text in, text out.
+"""Where a silent or a crashed process was: its stacks, which it wrote to its log, as one sentence. Text in, text out.
 
-Reads the form of `faulthandler`. Owns the choice of the thread that matters; refuses to know why anybody asked.
+Reads the form of `faulthandler`. Owns the choice of the thread that matters; refuses to know why they were written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$')
+_CRASH = "Fatal Python error:"
 _WAITING = frozenset({"threading.py", "selectors.py", "queue.py", "socket.py", "ssl.py", "connection.py", "subprocess.py"})
 """Files of the standard library in whose functions a thread does nothing but wait."""
 _POOL = "concurrent/futures/thread.py"
@@ -65,26 +66,37 @@ class StackReport:
 
 def read_stacks(log: str) -> StackReport | None:
     """The stacks at the end of a log's text; None where there are none."""
-    threads = [thread for thread in _last_dump(log.splitlines()) if thread]
+    threads, _ = _last_dump(log)
     if not threads:
         return None
     best = max(threads, key=_weigh)
     return StackReport(tuple(best), _weigh(best) > 0)
 
 
-def _last_dump(lines: Sequence[str]) -> list[list[Frame]]:
-    """Threads of the last dump, which ends with the current one."""
+def read_crash(log: str) -> StackReport | None:
+    """Where a process was that a fault of its own killed (SIGSEGV, SIGABRT); None where the log does not say."""
+    _, crashed, after = log.rpartition(_CRASH)
+    threads, current = _last_dump(after) if crashed else ([], [])
+    best = current or max(threads, key=_weigh, default=[])
+    return StackReport(tuple(best), bool(current) or _weigh(best) > 0) if best else None
+
+
+def _last_dump(log: str) -> tuple[list[list[Frame]], list[Frame]]:
+    """Threads of the last dump that have a frame, and the one that wrote it, empty where it has none. A blank line stands
+    between two threads of a dump."""
     threads: list[list[Frame]] = []
-    over = True
-    for line in lines:
+    current: list[Frame] = []
+    before = "a dump's first line"
+    for line in log.splitlines():
         if _THREAD.match(line):
-            if over:
-                threads = []
-            over = line.startswith("Current")
+            if before:
+                threads, current = [], []
             threads.append([])
+            current = threads[-1] if line.startswith("Current") else current
         elif threads and (found := _FRAME.match(line)):
             threads[-1].append(Frame(found["file"], int(found["line"]), found["function"]))
-    return threads
+        before = line
+    return [thread for thread in threads if thread], current
 
 
 def _weigh(thread: Sequence[Frame]) -> int:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from telescope.algorithms.base import Algorithm
     from telescope.config.sections import ModelSettings, TrainerSettings
+    from telescope.maths.memory import ModelShape, TrainerMemory
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,16 @@ class BackendSettings(Settings):
     def cuts_rows(self) -> bool:
         """Whether each of `ranks_a_shard` ranks holds a part of each row; false: they hold parts of the model."""
         return True
+
+    def rank_memory(
+        self, shape: ModelShape, model: ModelSettings, trainer: TrainerSettings, *,
+        ranks: int, longest: int, reference: bool = False, handed_bytes: int = 0, seq_len: int | None = None,
+    ) -> TrainerMemory | None:  # fmt: skip
+        """What one of `ranks` holds, for planning; None: not known.
+
+        `longest`: tokens of the longest sample; `reference`: the algorithm compares with a frozen model; `handed_bytes`: of a
+        value in the buffer for servers on the same card, 0 where there is none; `seq_len` in place of the trainer's."""
+        return None
 
     def alone(self) -> BackendSettings:
         """The same for one process, or several of which each has the whole model and trajectories of its own: a step that is

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from telescope._launch.process_plan import LaunchPlan, PlanError, describe_shared_gpus, make_plan
 from telescope._launch.this_host import inspect_this_host
+from telescope.backends.megatron import Megatron
 from telescope.cli.command_line import parse_all
 from telescope.compose.load import UsageError, load_points, places_for
 from telescope.config.run import RunConfig
@@ -203,11 +204,9 @@ def _memory(config: RunConfig, shape: ModelShape, card: GpuCard | None) -> Itera
     memory = estimate_rank(config, shape)
     if memory is not None:
         yield describe_trainer_memory(memory, config.cluster.trainer_num_workers)
-    elif config.backend_name == "megatron":
-        yield (
-            "What a trainer rank holds is not estimated for backend=megatron, and its steps are taken to be as long as those "
-            "of backend=fsdp."
-        )
+    if isinstance(config.backend, Megatron):
+        waits = ", without the wait of its stages for each other" if config.backend.pipeline_parallel_size > 1 else ""
+        yield f"The steps of backend=megatron are taken to be as long as those of backend=fsdp{waits}."
     if card is not None:
         yield describe_server_memory(estimate_server(config, shape, card), config.inference.max_model_len, card)
 

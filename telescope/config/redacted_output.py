@@ -101,6 +101,8 @@ class RedactedStream(io.TextIOBase):
             self._lines.redactor = Redactor.of(os.environ, self.hidden)
 
     def flush(self) -> None:
+        if self.stream.closed:
+            return  # Python flushes once more when this object goes
         if not self.closed and self.isatty():
             self.let_go()
         self.stream.flush()

@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Of a number in each precision."""
+
 
 class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The numbers of a model's config.json that decide its size."""
@@ -152,6 +155,8 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     compiled: bool = False
     accumulates: bool = True
     """A step has several rows on this rank: the gradients of those before stand while the next one is at work."""
+    gradients_stay: bool = False
+    """They are added up in a buffer that is there between steps as well."""
 
     @property
     def resident(self) -> int:
@@ -160,7 +165,8 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def between_steps(self) -> int:
         """What stays when a step is over and all that it needed is given back."""
-        return self.weights + self.moments + self.reference + self.handed
+        gradients = self.gradients if self.gradients_stay else 0
+        return self.weights + gradients + self.moments + self.reference + self.handed
 
     @property
     def at_the_head(self) -> int:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from telescope.backends.fsdp import FSDP
-from telescope.backends.fsdp.sizing import BYTES, too_short
+from telescope.backends.fsdp.sizing import too_short
 from telescope.config.cluster import MOST_WORKERS
 from telescope.config.run import RunConfig
 from telescope.inference.main import lanes
 from telescope.maths.dealing import assign
-from telescope.maths.memory import ModelShape
+from telescope.maths.memory import BYTES, ModelShape
 from telescope.maths.packing import rows_needed
 from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows
 from telescope.orchestrator.main import make_flow_settings

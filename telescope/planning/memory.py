@@ -7,17 +7,16 @@ embedded or local one, or from a table. Refuses to know times (forecast.py) and 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from telescope.backends.fsdp import FSDP
-from telescope.backends.fsdp.sizing import BYTES, rank_memory
 from telescope.config.models import model_path
 from telescope.config.run import RunConfig
 from telescope.inference.main import lanes
 from telescope.inference.vllm.options import CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS
 from telescope.maths.memory import (
+    BYTES,
     RUNTIME_BYTES,
     ModelShape,
     ServerMemory,
@@ -133,11 +132,8 @@ def estimate_rank(
     config: RunConfig, shape: ModelShape, ranks: int | None = None, seq_len: int | None = None
 ) -> TrainerMemory | None:
     """Bytes of one trainer rank; None for a backend whose memory is not known here."""
-    if not isinstance(config.backend, FSDP):
-        return None
     handed = _hands_on_the_card(config) and config.model.lora is None
-    return rank_memory(
-        config.backend,
+    return config.backend.rank_memory(
         shape,
         config.model,
         config.trainer,
@@ -203,21 +199,20 @@ def _check_shared(config: RunConfig, server: ServerMemory, rank: TrainerMemory, 
 def _remedy(config: RunConfig, shape: ModelShape, card: GpuCard) -> str:
     """What would make it fit, one setting each; worked out, not guessed."""
     ranks = config.cluster.trainer_num_workers
-    found = []
+    found: list[str] = []
     for more in (2, 4, 8):
         if _fits(divide(config, config.cluster.inference_num_workers, more * ranks), shape, card.memory):
             found.append(f"cluster.trainer_num_workers={more * ranks}")
             break
     if (fewest := find_fewest_again(config, shape, card.memory)) is not None:
         found.append(write_settings(fewest))
-    for name, value in REMEDIES:
+    for name, value in (*REMEDIES, *_finer_cuts(shape)):
         changed = _with(config, {name: value})
         if changed is not None and _fits(changed, shape, card.memory):
             found.append(write_settings({name: value}))
     if not found:
-        return (
-            "No one setting makes room: give it more ranks and shorter rows (trainer.seq_len), with backend.offload=parameters."
-        )
+        last = ", with backend.offload=parameters" if "offload" in type(config.backend).model_fields else ""
+        return f"No one setting makes room: give it more ranks and shorter rows (trainer.seq_len){last}."
     return f"It would fit with {', or '.join(found)}; or with shorter rows."
 
 
@@ -226,15 +221,17 @@ def find_fewest_again(config: RunConfig, shape: ModelShape, room: int) -> dict[s
     again, in the way that is set, else in the way that keeps least; empty where nothing is to be changed. None where they do
     not fit at all."""
     backend = config.backend
-    if not isinstance(backend, FSDP):
+    known = type(backend).model_fields
+    if "gradient_checkpointing" not in known:
         return None
-    ways = (
-        ("selective", "full") if backend.gradient_checkpointing == "selective" else (backend.gradient_checkpointing or "full",)
-    )
-    tried: list[dict[str, bool | int | str | None]] = [{"gradient_checkpointing": False, "checkpointed_layers": None}]
+    now: bool | str = getattr(backend, "gradient_checkpointing", True)
+    ways = ("selective", "full") if now == "selective" else (now or "full",)
+    all_of_them: dict[str, bool | int | str | None] = {"checkpointed_layers": None} if "checkpointed_layers" in known else {}
+    tried: list[dict[str, bool | int | str | None]] = [{"gradient_checkpointing": False, **all_of_them}]
     for way in ways:
-        tried += ({"gradient_checkpointing": way, "checkpointed_layers": number} for number in range(1, shape.layers))
-        tried.append({"gradient_checkpointing": way, "checkpointed_layers": None})
+        if all_of_them:
+            tried += ({"gradient_checkpointing": way, "checkpointed_layers": number} for number in range(1, shape.layers))
+        tried.append({"gradient_checkpointing": way, **all_of_them})
     for settings in tried:
         changed = _with(config, settings)
         if changed is not None and _fits(changed, shape, room):
@@ -248,12 +245,24 @@ def _with(config: RunConfig, settings: Mapping[str, object]) -> RunConfig | None
         changed = type(config.backend).model_validate({**config.backend.model_dump(), **settings}, strict=True)
     except ValueError:
         return None
-    return config.model_copy(update={"backend": changed})
+    told = changed.run_errors(
+        ranks=config.cluster.trainer_num_workers, adapters=config.model.lora is not None, on_cpu=False
+    )  # fmt: skip
+    return None if any(True for _ in told) else config.model_copy(update={"backend": changed})
 
 
 def write_settings(settings: Mapping[str, object]) -> str:
     """Of the backend, as on a command line: `backend.gradient_checkpointing=full backend.checkpointed_layers=12`."""
     return " ".join(f"backend.{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items())
+
+
+def _finer_cuts(shape: ModelShape) -> Iterator[tuple[str, int]]:
+    """Of the model over ranks that are there, for a backend that cuts it."""
+    for size in (2, 4, 8):
+        if shape.kv_heads % size == 0 and shape.intermediate % size == 0:
+            yield "tensor_parallel_size", size
+        if shape.layers >= size:
+            yield "pipeline_parallel_size", size
 
 
 REMEDIES: tuple[tuple[str, bool | str], ...] = (
@@ -313,12 +322,12 @@ def find_spare_memory(config: RunConfig, shape: ModelShape, card: GpuCard) -> Sp
     """None where layers that compute again leave no room for an eighth of them to keep everything."""
     rank, backend, room = estimate_rank(config, shape), config.backend, room_of(config, shape, card)
     settings = find_fewest_again(config, shape, room)
-    if rank is None or not settings or not isinstance(backend, FSDP) or rank.needed > room:
+    if rank is None or not settings or rank.needed > room:
         return None
-    then = {name: getattr(backend, name) for name in ("gradient_checkpointing", "checkpointed_layers")} | settings
+    now = backend.model_dump()
     again, fewest = (
-        layers_again(shape.layers, found["gradient_checkpointing"], found["checkpointed_layers"])
-        for found in (backend.model_dump(), then)
+        layers_again(shape.layers, found["gradient_checkpointing"], found.get("checkpointed_layers"))
+        for found in (now, now | settings)
     )
     if again - fewest < SPARE_SHARE * shape.layers:
         return None

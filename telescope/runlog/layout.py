@@ -1,6 +1,6 @@
 """Every path of a run directory, in one place. Knows names, not contents.
 
-A run directory is never reused: `create` refuses a folder that is not empty.
+A run directory is never reused, and is its owner's alone: `create` refuses a folder that is not empty, or another user's.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import errno
 import logging
 import os
+import pwd
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class RunDirectoryInUse(ValueError):
-    """The folder exists and is not empty."""
+    """The folder exists, and is not empty or another user's."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,29 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
-        """Make the folder, readable by its owner alone. Raises `RunDirectoryInUse` where something lies in it already."""
+        """Make the folder, readable by its owner alone, as an empty one that is there becomes. Raises `RunDirectoryInUse` where
+        something lies in it already, or it is another user's."""
         path = path.absolute()
-        cls.refuse_used(path)
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            path.mkdir(parents=True, mode=0o700)
+        except FileExistsError:
+            cls.refuse_used(path)
+            path.chmod(0o700)
         run = cls(path)
         run.make_folders()
         return run
 
     @staticmethod
     def refuse_used(path: Path) -> None:
-        """Raises `RunDirectoryInUse` where a run can't have the folder, as something lies in it already."""
+        """Raises `RunDirectoryInUse` where a run can't have the folder: something lies in it, or it is another user's, who
+        could read and replace what the run writes."""
         if path.exists() and not path.is_dir():
             raise RunDirectoryInUse(f"run_dir={path} is not a folder: name another")
+        if path.exists() and (owner := path.stat().st_uid) != os.getuid():
+            raise RunDirectoryInUse(
+                f"run_dir={path} belongs to the user {_name_user(owner)}, not to you: name a folder of your own, or one "
+                "that is not there yet"
+            )
         if path.exists() and any(path.iterdir()):
             raise RunDirectoryInUse(f"run_dir={path} exists and is not empty; a run directory is never reused: name another")
 
@@ -204,6 +215,13 @@ class RunDirectory:
     @property
     def wandb(self) -> Path:
         return self.path / "wandb"
+
+
+def _name_user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
 
 
 @contextlib.contextmanager

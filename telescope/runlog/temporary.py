@@ -1,7 +1,8 @@
 """Short-lived folders of our processes. Each holds a lock as long as its process or a child of it lives, so that whoever comes
 later knows whether it is still needed: process numbers would lie where containers share a folder. Paths are short, because
 sockets in them must stay under 107 bytes. What a process could leave behind elsewhere, shared memory say, is noted in its
-folder and goes with it. The standard library only: a shim on another node runs this file, which sweeps.
+folder and goes with it. A sweep believes only what lies in a folder that this user alone may write to: anybody may put one, or
+a link, beside ours. The standard library only: a shim on another node runs this file, which sweeps.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PREFIX = "telescope-tmp-"
@@ -20,6 +22,7 @@ LONGEST_BASE = 40
 _LOCK = ".lock"
 _NOTED = ".elsewhere"
 _BEING_MADE_S = 60.0
+_MOST_NOTED_BYTES = 1 << 20
 
 
 def make(prefix: str = PREFIX) -> Path:
@@ -36,8 +39,8 @@ def make(prefix: str = PREFIX) -> Path:
 def sweep(prefix: str = PREFIX) -> None:
     """Remove this user's folders that nobody holds any more."""
     for folder in _base().glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):
-            if folder.stat().st_uid == os.getuid() and _left(folder):
+        with contextlib.suppress(OSError), _open_own_folder(folder) as own:
+            if _left(own):
                 discard(folder)
 
 
@@ -67,8 +70,9 @@ def note(folder: Path, files: Iterable[Path]) -> None:
 def remove_noted(folder: Path) -> list[Path]:
     """Remove what was noted in the folder, and give its paths. What has the name by now and is another file stays."""
     try:
-        lines = (folder / _NOTED).read_text().splitlines()
-    except FileNotFoundError:
+        with _open_own_folder(folder) as own, os.fdopen(_open_own_file(own, _NOTED, os.O_RDONLY), "rb") as file:
+            lines = os.fsdecode(file.read(_MOST_NOTED_BYTES)).splitlines()
+    except OSError:  # nothing is noted, or what is there is not ours
         return []
     removed = []
     for device, inode, path in (line.split(" ", 2) for line in lines if line.count(" ") >= 2):
@@ -80,11 +84,11 @@ def remove_noted(folder: Path) -> list[Path]:
     return removed
 
 
-def _left(folder: Path) -> bool:
+def _left(folder: int) -> bool:
     try:
-        descriptor = os.open(folder / _LOCK, os.O_RDWR)
+        descriptor = _open_own_file(folder, _LOCK, os.O_RDWR)
     except FileNotFoundError:
-        return time.time() - folder.stat().st_mtime > _BEING_MADE_S
+        return time.time() - os.fstat(folder).st_mtime > _BEING_MADE_S
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -92,6 +96,29 @@ def _left(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+@contextlib.contextmanager
+def _open_own_folder(folder: Path) -> Iterator[int]:
+    """A descriptor of the folder. Raises `OSError` where it is a link, another user's, or one that others may write to."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"{folder} is not a folder that this user alone may write to")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_own_file(folder: int, name: str, how: int) -> int:
+    """A descriptor of the file. Raises `OSError` where it is a link or a pipe, or another user's; waits for nobody."""
+    descriptor = os.open(name, how | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        os.close(descriptor)
+        raise PermissionError(f"{name} is not a file of this user")
+    return descriptor
 
 
 def _base() -> Path:

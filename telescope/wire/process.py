@@ -186,6 +186,7 @@ def run_process(
     given = parser.parse_args(arguments)
     directory, name = RunDirectory(given.run_dir.absolute()), given.name
     raise_file_limit()
+    faulthandler.enable(file=sys.stderr, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
@@ -233,8 +234,9 @@ def leave(code: int) -> NoReturn:
     """Exit without the interpreter's farewell, which would wait for threads: those of a reward function that hangs, of a
     collective whose other ranks are gone, of a client whose server does not answer."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # an environment may have closed it, or put None there
+            stream.flush()
     os._exit(code)
 
 

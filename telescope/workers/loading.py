@@ -33,6 +33,7 @@ from telescope.environments.validate import (
     find_ranges_mistake,
 )
 from telescope.records import EnvironmentCard
+from telescope.wire.process import Interrupted
 
 SAMPLE = 256
 """Prompts of a split that the digest reads; a split of no more is read whole."""
@@ -187,13 +188,16 @@ def find_users_line(error: BaseException | None) -> str:
 
 
 def _read_text(error: BaseException) -> str:
-    if isinstance(error, ValidationError):  # its text begins with no more than a count
-        first = error.errors()[0]
-        frozen = ": keep what it makes in a private field (docs/environments.md)" if first["type"] == "frozen_instance" else ""
-        return f"{error.title}.{'.'.join(map(str, first['loc']))}: {first['msg']}{frozen}"
     try:
+        if isinstance(error, ValidationError):  # its text begins with no more than a count
+            first = error.errors()[0]
+            private = "keep what it makes in a private field (docs/environments.md)"
+            remedy = f": {private}" if first["type"] == "frozen_instance" else ""
+            return f"{error.title}.{'.'.join(map(str, first['loc']))}: {first['msg']}{remedy}"
         return str(error)
-    except Exception:  # noqa: BLE001 a user's own `__str__`, in the one place that must not fail
+    except Interrupted:
+        raise
+    except BaseException:  # noqa: BLE001 a user's own `__str__` may raise anything, in the one place that must not fail
         return ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -124,7 +125,9 @@ async def play(
 
 
 async def _score(environment: Environment, prompt: Prompt, chat: TokenChat) -> Reward:
-    """The environment's score, or the one that the policy's own fault earns."""
+    """The environment's score, or the one that the policy's own fault earns. A child that its code has forked, and that comes
+    back out of it, ends here: it is not the worker, though it has its sockets and its files."""
+    worker = os.getpid()
     try:
         playing = environment.play(prompt, chat)
         if not inspect.isawaitable(playing):
@@ -132,6 +135,9 @@ async def _score(environment: Environment, prompt: Prompt, chat: TokenChat) -> R
         return check_reward(await playing)
     except PolicyError as error:
         return check_reward(score_policy_error(error))
+    finally:
+        if os.getpid() != worker:
+            os._exit(0)
 
 
 def _describe_timeout(turns: TurnSampler, limits: PlayLimits) -> str:

@@ -11,9 +11,9 @@ import json
 import math
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 from telescope.config.secrets import redacted, scrubbed
 from telescope.environments.base import Prompt, Reward
@@ -22,6 +22,8 @@ from telescope.environments.failures import GraderError, PolicyError
 from telescope.records import FailureKind, RolloutOrder
 from telescope.wire.messages import RolloutError, RolloutResult
 from telescope.workers.loading import describe
+
+T = TypeVar("T")
 
 MAX_CHARACTERS = 200_000
 MAX_CAUSE_CHARACTERS = 4_000
@@ -40,18 +42,26 @@ class BadReward(GraderError):
 
 
 def check_reward(reward: Reward) -> Reward:
-    """Raises `BadReward` unless the total and every metric is a finite number, the total within `REWARD_LIMIT`."""
+    """The same with plain numbers. Raises `BadReward` unless the total and every metric is a finite one, the total within
+    `REWARD_LIMIT`."""
     if not isinstance(reward, Reward):
         raise BadReward(f"play returned {type(reward).__name__}, not a Reward")
     if not isinstance(reward.metrics, Mapping):
         raise BadReward(f"the reward's metrics are {_name_type(reward.metrics)}, not a dict of numbers")
     with _refuse_formless("numbers"):
-        for name, value in (("total", reward.total), *reward.metrics.items()):
-            if not isinstance(value, Real) or not math.isfinite(value):
-                raise BadReward(f"the reward's {name} is {value!r}, not a finite number")
-    if abs(reward.total) > REWARD_LIMIT:
-        raise BadReward(f"the reward's total is {reward.total!r}, beyond ±{REWARD_LIMIT:.0e}: scale the environment's rewards")
-    return reward
+        total = _as_number("total", reward.total)
+        metrics = {name: _as_number(name, value) for name, value in reward.metrics.items()}
+    if abs(total) > REWARD_LIMIT:
+        raise BadReward(f"the reward's total is {total!r}, beyond ±{REWARD_LIMIT:.0e}: scale the environment's rewards")
+    return Reward(total, metrics, reward.golden_answers, reward.tags, reward.info)
+
+
+def _as_number(name: object, value: object) -> float:
+    """What is checked is what is sent: a number of a class of its own may say one thing and convert to another."""
+    number = float(value) if isinstance(value, Real) else math.nan
+    if not math.isfinite(number):
+        raise BadReward(f"the reward's {name} is {value!r}, not a finite number")
+    return number
 
 
 def score_policy_error(error: PolicyError) -> Reward:
@@ -158,31 +168,52 @@ def encode_info(info: Mapping[str, Any], secrets: Collection[str]) -> str:
         raise BadReward(f"the reward's info is {_name_type(info)}, not a dict")
     if not info:
         return ""
-    text = json.dumps(redacted(_make_plain(info)), ensure_ascii=False, allow_nan=True)
+    copy = _PlainCopy()
+    text = json.dumps(redacted(copy.make(info)), ensure_ascii=False, allow_nan=True)
     text = clip_text(scrubbed(text, secrets), len(text))
-    return (
-        text
-        if len(text) <= MAX_INFO_CHARACTERS
-        else json.dumps({"cut": clip_text(text, MAX_INFO_CHARACTERS)}, ensure_ascii=False)
-    )
+    if copy.is_whole and len(text) <= MAX_INFO_CHARACTERS:
+        return text
+    cut = clip_text(text, MAX_INFO_CHARACTERS) if copy.is_whole else f"{text[:MAX_INFO_CHARACTERS]} […cut: more follows]"
+    return json.dumps({"cut": cut}, ensure_ascii=False)
 
 
-def _make_plain(value: Any, left: int = MAX_INFO_DEPTH) -> Any:
-    """JSON's own kinds: other keys and objects as text, numbers that are not finite too. Raises `BadReward` for what is nested
-    deeper than `left`, which what contains itself is."""
-    if isinstance(value, Mapping | list | tuple | set | frozenset) and left == 0:
-        raise BadReward(f"the reward's info is nested more than {MAX_INFO_DEPTH} deep, or contains itself")
-    if isinstance(value, Mapping):
-        return {str(key): _make_plain(item, left - 1) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_make_plain(item, left - 1) for item in value]
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, Real) and math.isfinite(value):
-        return float(value)
-    return str(value)
+class _PlainCopy:
+    """A value in JSON's own kinds: other keys and objects as text, numbers that are not finite too. Ends, and is not whole,
+    where it is longer than `MAX_INFO_CHARACTERS`; a text is never torn, so that secrets in it are found."""
+
+    def __init__(self) -> None:
+        self.is_whole = True
+        self._left = MAX_INFO_CHARACTERS
+
+    def make(self, value: Any, deep: int = MAX_INFO_DEPTH) -> Any:
+        """Raises `BadReward` for what is nested deeper than `deep`, which what contains itself is."""
+        if isinstance(value, Mapping | list | tuple | set | frozenset) and deep == 0:
+            raise BadReward(f"the reward's info is nested more than {MAX_INFO_DEPTH} deep, or contains itself")
+        self._left -= 1
+        if isinstance(value, Mapping):
+            return {self._take(str(key)): self.make(item, deep - 1) for key, item in self._list_fitting(value.items())}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [self.make(item, deep - 1) for item in self._list_fitting(value)]
+        if isinstance(value, str):
+            return self._take(value)
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+        return self._take(str(value))
+
+    def _list_fitting(self, items: Iterable[T]) -> Iterator[T]:
+        for item in items:
+            if self._left < 0:
+                self.is_whole = False
+                return
+            yield item
+
+    def _take(self, text: str) -> str:
+        self._left -= len(text)
+        return text
 
 
 def clip_text(text: object, most: int = MAX_CHARACTERS) -> str:

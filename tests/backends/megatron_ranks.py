@@ -19,12 +19,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch.distributed import distributed_c10d
 
 from telescope.algorithms.base import Algorithm
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, Saved, TrainShard, World
-from telescope.backends.common import vocabulary
+from telescope.backends.common import attention, ranks, vocabulary
 from telescope.backends.common.logprobs import logprobs
+from telescope.backends.megatron.layers import AttentionRow
+from telescope.backends.megatron.masters import Masters
+from telescope.backends.megatron.policy import ParallelRow
 from telescope.maths.support import WHOLE, Support
 from telescope.weights.buckets import buckets, lay_out
 from tests.backends.four_ranks import forked, meet
@@ -43,7 +47,7 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {},
+    "qwen3": {"tie_word_embeddings": True},
     "qwen3 untied": {"tie_word_embeddings": False, "rope_parameters": YARN},
     "qwen2": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
@@ -53,6 +57,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "seed": 2, "num_experts": 8, "num_hidden_layers": 3, "decoder_sparse_step": 2, "norm_topk_prob": False,
         "sliding_window": 6, "use_sliding_window": True, "num_experts_per_tok": 3, "tie_word_embeddings": True,
     },
+    "qwen3 deep": {"num_hidden_layers": 9, "tie_word_embeddings": True},
+    "llama deep": {"num_hidden_layers": 5, "tie_word_embeddings": False},
 }  # fmt: skip
 """Seeds are such that no token of the tests finds two experts that are nearly as probable: rounding would choose."""
 ALL_PENALTIES = VARIANTS["grpo, penalties of all kinds"]
@@ -71,24 +77,34 @@ class Case:
     temperatures: tuple[float, ...] = (1.0,)
     """Of the trajectories in turn: a batch may have several."""
     minibatches: tuple[int, ...] = (8,)
+    seq_len: int = 64
+    shares: tuple[list[int], ...] = ()
+    """Trajectories of each model; (): as `SHARES` has them."""
     bucket_size: int | None = None
     """Numbers of a bucket of gradients, where buckets are summed up as they are full; None: megatron-core's 40 million."""
     replayed: bool = False
     """Four of five tokens go to experts that were recorded."""
-    planted: str = ""
-    """Whose sum of gradients is left out: of `norms` over the ranks of a model, or of `experts` over those with the same."""
+    missing: str = ""
+    """A sum of gradients that is left out: over the ranks of a model as megatron-core calls it, or `EXPERTS`."""
 
     @property
     def tensor_size(self) -> int:
         return int(self.settings.get("tensor_parallel_size", 1))
 
     @property
-    def models(self) -> int:
-        return self.ranks // self.tensor_size
+    def stages(self) -> int:
+        return int(self.settings.get("pipeline_parallel_size", 1))
+
+    def share(self, rank: int) -> list[int]:
+        """Trajectories of a rank."""
+        model = self.tensor_size * self.stages
+        return (self.shares or SHARES[self.ranks // model])[rank // model]
 
 
 TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
 EP2, EP4 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}
+PP2, PP4 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 4}
+ROUND = {"virtual_pipeline_size": 2}
 OVERLAPPED = {"overlap_grad_reduce": True}
 WHOLE_ROWS, WHOLE_MOMENTS = {"sequence_parallel": False}, {"use_distributed_optimizer": False}
 CUT, MIXED = Support(top_k=40, top_p=0.9), (0.7, 1.0, 1.6)
@@ -118,7 +134,7 @@ CASES = {
         4, settings=TP2 | OVERLAPPED, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
     ),
     "TP 2, DP 2, in buckets": Case(4, settings=TP2 | OVERLAPPED, bucket_size=1500),
-    **{f"TP 2, DP 2, {model}": Case(4, model, TP2) for model in MODELS if model != "qwen3"},
+    **{f"TP 2, DP 2, {model}": Case(4, model, TP2) for model in MODELS if model != "qwen3" and "deep" not in model},
     "TP 2, whole rows, qwen2": Case(2, "qwen2", TP2 | WHOLE_ROWS),
     "1, experts": Case(1, "experts", {"gradient_checkpointing": "selective"}),
     "TP 2, experts": Case(2, "experts", TP2, algorithm=ALL_PENALTIES),
@@ -134,12 +150,33 @@ CASES = {
     "EP 2, DP 4, experts, replayed": Case(
         4, "experts", EP2, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4), replayed=True
     ),
+    "PP 2": Case(2, settings=PP2),
+    "PP 2, computed again, untied": Case(2, "qwen3 untied", PP2 | {"gradient_checkpointing": True}),
+    "PP 2, one row": Case(2, settings=PP2, seq_len=256),
+    "PP 2, round, 2 minibatches": Case(
+        2, "llama deep", PP2 | ROUND, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
+    ),
+    "PP 2, mixed temperatures, cut": Case(2, settings=PP2, support=CUT, temperatures=MIXED, algorithm=ALL_PENALTIES),
+    "PP 4": Case(4, "qwen3 deep", PP4),
+    "PP 4, round": Case(4, "qwen3 deep", PP4 | ROUND),
+    "PP 2, TP 2": Case(4, settings=PP2 | TP2),
+    "PP 2, TP 2, whole rows, round": Case(4, "llama deep", PP2 | TP2 | ROUND | WHOLE_ROWS),
+    "PP 2, DP 2, 2 minibatches": Case(
+        4, settings=PP2, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
+    ),
+    "PP 2, DP 2, whole moments, overlapped": Case(4, settings=PP2 | WHOLE_MOMENTS | OVERLAPPED),
+    "PP 2, DP 2, round, overlapped": Case(4, "qwen3 deep", PP2 | ROUND | OVERLAPPED, algorithm=ALL_PENALTIES),
+    "PP 2, DP 2, an empty share": Case(4, settings=PP2, shares=([0, 3, 1, 2, 6, 7, 5, 4], [])),
 }  # fmt: skip
+EXPERTS, NORMS, EMBEDDING = "experts", "_allreduce_non_tensor_model_parallel_grads", "_allreduce_word_embedding_grads"
 PLANTED = {
-    "TP 2": Case(2, settings=TP2, planted="norms"),
-    "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS, planted="norms"),
-    "TP 2, experts": Case(2, "experts", TP2, planted="experts"),
+    "TP 2": Case(2, settings=TP2, missing=NORMS),
+    "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS, missing=NORMS),
+    "TP 2, experts": Case(2, "experts", TP2, missing=EXPERTS),
+    "PP 2": Case(2, settings=PP2, missing=EMBEDDING),
 }
+OWN_NORMS = Case(2, settings=PP2)
+"""Each stage takes the norm of its own gradients."""
 
 
 def models(folder: Path) -> dict[str, str]:
@@ -154,13 +191,22 @@ def models(folder: Path) -> dict[str, str]:
                 made[name] = random_experts(place, **given)
             case _:
                 made[name] = random_other(place, kind, **given)
+    for kind in KEEPING:
+        for layers in (1, 3):
+            make_one = random_model if kind == "qwen3" else partial(random_other, kind=kind)
+            make_one(keeping_model(folder, kind, layers), **SIZES, head_dim=8, num_hidden_layers=layers)
     return made
 
 
 def make(case: Case, model: str, world: World) -> Job:
     job = make_job(
-        model=model, seq_len=64, pad_to_multiple_of=1, world=world, algorithm=case.algorithm, router_replay=case.replayed
-    )  # fmt: skip
+        model=model,
+        seq_len=case.seq_len,
+        pad_to_multiple_of=1,
+        world=world,
+        algorithm=case.algorithm,
+        router_replay=case.replayed,
+    )
     return replace(job, support=case.support)
 
 
@@ -174,7 +220,7 @@ def shard_of(case: Case, step: int = 1) -> TrainShard:
 
 
 def share(case: Case, rank: int, step: int = 1) -> TrainShard:
-    return part(shard_of(case, step), SHARES[case.models][rank // case.tensor_size])
+    return part(shard_of(case, step), case.share(rank))
 
 
 def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:
@@ -184,12 +230,13 @@ def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:
     config = partial(DistributedDataParallelConfig, bucket_size=case.bucket_size)
     with mock.patch("telescope.backends.megatron.backend.DistributedDataParallelConfig", config):
         backend = watch(job, **case.settings)
-    assert all(len(buffer.buckets) >= 5 for buffer in backend._ddp.buffers), "many buckets"
+    assert all(len(buffer.buckets) >= 5 for ddp in backend._ddps for buffer in ddp.buffers), "many buckets"
     return backend
 
 
 def run(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
-    """Log-probs of each rank; gradients, metrics and weights after a step of rank 0, and what `pack` gives before and after."""
+    """Log-probs and metrics of each rank; gradients of each stage's first rank; weights after a step of rank 0, and what `pack`
+    gives before and after."""
     backend = build(case, model, rank)
     begun = pack_all(backend, rank)
     plain = backend.logprobs(share(case, rank))
@@ -197,9 +244,10 @@ def run(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
     weights, packed = dict(backend.weights()), pack_all(backend, rank)
     np.save(folder / f"{name}-{rank}.npy", plain)
     (folder / f"{name}-{rank}.json").write_bytes(msgspec.json.encode(result.metrics))
+    if rank < case.tensor_size * case.stages and rank % case.tensor_size == 0:
+        torch.save(backend.updates[-1], folder / f"{name}-gradients-{rank // case.tensor_size}.pt")
     if rank == 0:
-        found = {"gradients": backend.updates[-1], "weights": weights, "packed": packed, "begun": begun}
-        torch.save(found, folder / f"{name}.pt")
+        torch.save({"weights": weights, "packed": packed, "begun": begun}, folder / f"{name}.pt")
     backend.close()
 
 
@@ -218,18 +266,28 @@ def pack_all(backend: Any, rank: int) -> dict[str, torch.Tensor]:
 
 
 def planted(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
-    norms = "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads"
-    left_out: dict[str, Any] = {
-        "norms": mock.patch(norms, return_value=None),
-        "experts": mock.patch.object(DistributedDataParallel, "finish_grad_sync", without_experts),
-    }
-    with left_out[case.planted]:
+    if case.missing == EXPERTS:
+        left_out: Any = mock.patch.object(DistributedDataParallel, "finish_grad_sync", without_experts)
+    else:
+        left_out = mock.patch(f"megatron.core.distributed.finalize_model_grads.{case.missing}", return_value=None)
+    with left_out:
         run(f"planted {name}", case, model, rank, folder)
 
 
 def without_experts(ddp: Any, **_: Any) -> None:
     for group in ddp.bucket_groups:
         group.finish_grad_sync()
+
+
+def own_norms(model: str, rank: int, folder: Path) -> None:
+    norm = Masters.norm
+
+    def own(masters: Masters, everywhere: dict[str, bool]) -> torch.Tensor:
+        with mock.patch("torch.distributed.all_reduce"):
+            return norm(masters, everywhere)
+
+    with mock.patch.object(Masters, "norm", own):
+        run("own norms", OWN_NORMS, model, rank, folder)
 
 
 HALF = {"mixed_precision_dtype": "bfloat16"}
@@ -239,18 +297,26 @@ RESUMED = {
     "DP 2, half, whole moments": Case(2, settings=HALF | WHOLE_MOMENTS),
     "DP 2, half, again": Case(2, settings=HALF),
     "DP 2, half, in buckets": Case(2, settings=HALF | OVERLAPPED, bucket_size=1500),
+    "PP 2, TP 2": Case(4, settings=PP2 | TP2),
+    "PP 2, DP 2, half": Case(4, settings=PP2 | HALF),
     "EP 2, TP 2, DP 2, experts": Case(4, "experts", EP2 | TP2),
     "EP 2, half, experts": Case(2, "experts", EP2 | HALF),
     "1": Case(1),
 }
 """Each goes on from its own checkpoint."""
 MOVED = {
-    "qwen3": {"of four": Case(1), "of FSDP": Case(2, settings=TP2)},
-    "experts": {"of four": Case(2, "experts", EP2), "of FSDP": Case(2, "experts", EP2 | TP2)},
+    "1 of four": ("TP 2, DP 2", Case(1)),
+    "PP 2 of four": ("TP 2, DP 2", Case(2, settings=PP2)),
+    "1 of two stages": ("PP 2, TP 2", Case(1)),
+    "EP 2 of four": ("EP 2, TP 2, DP 2, experts", Case(2, "experts", EP2)),
 }
-"""Of each model a case that goes on from the checkpoint of four ranks, and one that goes on from FSDP's, which lies there
-before the ranks begin."""
-OF_FOUR = {"qwen3": "TP 2, DP 2", "experts": "EP 2, TP 2, DP 2, experts"}
+"""Each goes on from the checkpoint of one of `RESUMED`, by its name, which has four ranks."""
+OF_FSDP = {
+    "TP 2": Case(2, settings=TP2),
+    "PP 2": Case(2, settings=PP2),
+    "EP 2, TP 2, experts": Case(2, "experts", EP2 | TP2),
+}
+"""Each goes on from a checkpoint of FSDP, which lies in the folder before the ranks begin."""
 
 
 def resume(name: str, case: Case, model: str, rank: int, folder: Path, begin: Path | None) -> None:
@@ -273,6 +339,40 @@ def store(file: Path, backend: Any, metrics: list[dict[str, float]], rank: int) 
     weights = dict(backend.weights())
     if rank == 0:
         torch.save({"metrics": metrics, "weights": weights}, file)
+
+
+KEPT = {"1": Case(1), "TP 2": Case(2, settings=TP2), "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS)}
+"""Whose layers are asked what they keep for their backward pass, in models of one and of three layers of each of `KEEPING`."""
+KEEPING = ("qwen3", "qwen2")
+KEPT_TOKENS = 64
+
+
+def keeping_model(folder: Path, kind: str, layers: int) -> Path:
+    return folder / f"{kind}-of-{layers}"
+
+
+def count_kept(name: str, case: Case, kind: str, layers: int, rank: int, folder: Path) -> None:
+    """Bytes that autograd keeps of the layers of one row, in bfloat16, on the first rank."""
+    model = str(keeping_model(folder, kind, layers))
+    backend = watch(make(case, model, World(rank, case.ranks, "cpu")), **case.settings, **HALF)
+    policy = backend._policy
+    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    kept: dict[int, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    ids, row = torch.zeros(1, KEPT_TOKENS, dtype=torch.int64), np.array([0, KEPT_TOKENS])
+    cos, sin = policy._rotation(torch.empty(0, dtype=torch.bfloat16), torch.arange(KEPT_TOKENS)[None])
+    told = AttentionRow(qkv_format="sbhd", segments=attention.segments(policy.kind, row, "cpu"), cos=cos, sin=sin)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        policy.passed(0, ParallelRow(ids, told, ids[0], ids[0], 1.0), None)
+    if rank == 0:
+        (folder / f"kept {name} {kind} {layers}").write_text(str(sum(storage.nbytes() for storage in kept.values())))
+    backend.close()
 
 
 def check_logprobs(rank: int, size: int) -> None:
@@ -308,6 +408,14 @@ def near(ours: Any, theirs: Any) -> None:
     assert float((ours - theirs).norm() / theirs.norm()) < 2e-6
 
 
+def end_groups() -> None:
+    """Of a backend, but for the one of all ranks: each has threads that wake a hundred times a second."""
+    dist.barrier()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def main() -> int:
     folder = Path(sys.argv[1])
     made = {name: str(folder / name.replace(" ", "-")) for name in MODELS}
@@ -317,6 +425,7 @@ def main() -> int:
             for size in (4, 2, 1):
                 if rank < size:
                     meet(folder / f"meeting-{size}", rank, size)
+                    ranks.leave = end_groups
                     all_of(size, rank)
                     dist.destroy_process_group()
 
@@ -333,11 +442,19 @@ def main() -> int:
             if case.ranks == size:
                 resume(name, case, made[case.model], rank, folder, None)
                 resume(name, case, made[case.model], rank, folder, folder / f"saved {name}")
-        for model, cases in MOVED.items():
-            begun = {"of four": folder / f"saved {OF_FOUR[model]}", "of FSDP": folder / f"saved by FSDP {model}"}
-            for name, case in cases.items():
-                if case.ranks == size:
-                    resume(f"{model} {name}", case, made[model], rank, folder, begun[name])
+        for name, (begun, case) in MOVED.items():
+            if case.ranks == size:
+                resume(name, case, made[case.model], rank, folder, folder / f"saved {begun}")
+        for name, case in OF_FSDP.items():
+            if case.ranks == size:
+                resume(f"{name} of FSDP", case, made[case.model], rank, folder, folder / f"saved by FSDP {case.model}")
+        for name, case in KEPT.items():
+            if case.ranks == size:
+                for kind in KEEPING:
+                    for layers in (1, 3):
+                        count_kept(name, case, kind, layers, rank, folder)
+        if size == 2:
+            own_norms(made["qwen3"], rank, folder)
 
     return forked(one_rank)
 

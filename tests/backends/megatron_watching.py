@@ -23,7 +23,8 @@ def on_cpu() -> Iterator[None]:
 
 
 class Watching(MegatronBackend):
-    """`updates`: the gradients of all updates since the start, by Hugging Face's names, on rank 0."""
+    """`updates`: the gradients of all updates since the start, by Hugging Face's names, on the first ranks of all stages of the
+    first model."""
 
     def __init__(self, settings: Megatron, job: Job) -> None:
         super().__init__(settings, job)
@@ -38,9 +39,9 @@ class Watching(MegatronBackend):
 
 
 def gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:
-    """Of all parameters, whole; on every rank of the first model."""
+    """Of all parameters of a stage, whole; on every rank of the first model."""
     found: dict[str, torch.Tensor] = {}
-    for rule in backend._table.rules.values():
+    for rule in (rule for name, rule in backend._table.rules.items() if name in backend._masters.parameters):
         whole = backend._masters.whole(rule.parameter, lambda piece: piece.gradient, torch.float32)
         if whole is None:
             continue

@@ -63,6 +63,46 @@ def test_ranks_that_do_not_go_with_the_settings_are_named():
     assert "set use_distributed_optimizer=auto" in sentence
 
 
+def test_stages_that_do_not_go_with_the_ranks_or_with_each_other_are_named():
+    four = Megatron(tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert errors(four, 4) == errors(four, 8) == errors(Megatron(pipeline_parallel_size=2, virtual_pipeline_size=3), 2) == []
+    (sentence,) = errors(four, 6)
+    assert sentence == (
+        "backend.tensor_parallel_size=2 times backend.pipeline_parallel_size=2 must divide cluster.trainer_num_workers=6: so "
+        "many ranks hold the model together; set cluster.trainer_num_workers=8, or another tensor_parallel_size or "
+        "pipeline_parallel_size"
+    )
+    (sentence,) = errors(Megatron(pipeline_parallel_size=2, expert_parallel_size=4), 8)
+    assert sentence == (
+        "backend.expert_parallel_size=4 shares out the experts of a model, and a model with experts can't be cut into "
+        "backend.pipeline_parallel_size=2 stages yet: set one of them to 1"
+    )
+    (sentence,) = errors(Megatron(virtual_pipeline_size=2), 2)
+    assert sentence == (
+        "backend.virtual_pipeline_size=2 cuts the layers of each stage into stretches, and with "
+        "backend.pipeline_parallel_size=1 there are no stages: set pipeline_parallel_size=2 or more, or leave it out"
+    )
+    (sentence,) = errors(Megatron(use_distributed_optimizer=True, tensor_parallel_size=2, pipeline_parallel_size=2), 4)
+    assert "backend.tensor_parallel_size=2 times backend.pipeline_parallel_size=2 there is one" in sentence
+    assert "or cluster.trainer_num_workers=8 or more" in sentence
+
+
+def test_more_stages_than_layers_are_refused_with_what_fits(tmp_path):
+    def sentences(**settings: int) -> list[str]:
+        return [sentence for _, sentence in Megatron(**settings).model_errors(layers=6)]
+
+    assert sentences(pipeline_parallel_size=6) == sentences(pipeline_parallel_size=3, virtual_pipeline_size=2) == []
+    assert sentences(pipeline_parallel_size=7, virtual_pipeline_size=2) == [
+        "backend.pipeline_parallel_size=7 is more than the 6 layers of the model, and each stage needs one: set 6 or less"
+    ]
+    assert sentences(pipeline_parallel_size=2, virtual_pipeline_size=4) == [
+        "backend.virtual_pipeline_size=4 times backend.pipeline_parallel_size=2 is more than the 6 layers of the model, and "
+        "each stretch needs one: set virtual_pipeline_size=3 or less"
+    ]
+    with pytest.raises(UnfitModel, match="pipeline_parallel_size=4 is more than the 2 layers of the model"):
+        architecture.read(Megatron(pipeline_parallel_size=4), make_job(model=random_model(tmp_path / "model")))
+
+
 def test_gradients_in_float16_are_refused_whoever_says_that_they_are():
     """They are unscaled where they lie, so what float16 holds as zero is lost whatever the loss was multiplied by."""
     halves = Megatron(mixed_precision_dtype="float16", grad_reduce_in_fp32=False)
@@ -79,9 +119,12 @@ def test_auto_is_decided_by_the_ranks():
     two = Megatron(tensor_parallel_size=2)
     assert (Megatron().spreads_sequence(), two.spreads_sequence()) == (False, True)
     assert (Megatron().spreads_optimizer(1), Megatron().spreads_optimizer(2), two.spreads_optimizer(2)) == (False, True, False)
-    assert two.alone().tensor_parallel_size == Megatron(expert_parallel_size=2).alone().expert_parallel_size == 1
     assert not two.cuts_rows
     assert two.ranks_a_shard == 2
+    staged = Megatron(tensor_parallel_size=2, pipeline_parallel_size=4, virtual_pipeline_size=2)
+    assert staged.ranks_a_shard == 8
+    assert (staged.spreads_optimizer(8), staged.spreads_optimizer(16)) == (False, True)
+    assert two.alone() == staged.alone() == Megatron(expert_parallel_size=2).alone() == Megatron()
 
 
 @pytest.mark.parametrize(
@@ -115,6 +158,7 @@ def test_sizes_that_do_not_divide_are_refused(tmp_path, size: int, changes: dict
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
+        ({"pipeline_parallel_size": 2}, r"not built for models with experts: set it to 1, .* backend\.expert_parallel_size$"),
         ({"expert_parallel_size": 3}, r"expert_parallel_size=3 must divide its 4 experts: set it to one of 1, 2, 4$"),
         (
             {"tensor_parallel_size": 2, "sequence_parallel": False},

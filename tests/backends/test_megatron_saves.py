@@ -1,4 +1,4 @@
-"""backend=megatron's saves where something breaks: what is a lost checkpoint, and what ends the rank."""
+"""backend=megatron where something breaks in a save or on another stage: what is a lost checkpoint, what ends the rank."""
 
 from __future__ import annotations
 
@@ -34,6 +34,18 @@ def test_a_rank_that_breaks_while_the_state_is_gathered_ends_and_so_does_the_oth
     assert lost.startswith("RankLost: another trainer rank was lost, or did not answer in time, while ")
     assert broken.startswith("OutOfMemoryError: CUDA out of memory")
     assert told == 0, "an error of the backend is no checkpoint that could not be written"
+
+
+def test_a_stage_whose_loss_breaks_says_so_and_the_others_have_lost_a_rank(tmp_path):
+    model = random_model(tmp_path / "model")
+    environment = {
+        "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    ended = run_forked(2, "tests.backends.megatron_broken_stage", [str(tmp_path), model], environment, limit_s=100.0)
+    assert [code for code, _ in ended] == [0, 0], ended
+    lost, broken = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert lost.startswith("RankLost: another trainer rank was lost, or did not answer in time, while training step 1: ")
+    assert "this rule knows no such row" in broken
 
 
 def test_a_collective_of_a_save_that_fails_is_a_lost_rank(tmp_path, monkeypatch):

@@ -1,12 +1,13 @@
-"""backend=megatron on one or two GPUs against backend=fsdp: `python -m tests.gpu.check_megatron [--gpus 2] [--speed]`.
+"""backend=megatron on one or two GPUs against backend=fsdp:
+`python -m tests.gpu.check_megatron [--gpus 2] [--only "PP 2"] [--speed]`.
 
 The same batch and weights by both: log-probs, loss, every parameter's gradient, the weights after one step of AdamW. In
 float32 (TF32 off) a gradient is within 1e-5 of FSDP's, by ‖g - g′‖ / ‖g‖ of each tensor; in bfloat16 within 2e-2 of FSDP's in
 float32, or within twice FSDP's own distance in bfloat16. The worst tensor is named. Then two checks of itself: a checkpoint is
 gone on with, in float32 to the bit, and a sum over ranks that is left out is found. Models with experts share them out over two
-GPUs, with and without recorded routing (`--models experts "experts, replayed"`: those alone). `--speed` times a model of
-Qwen3-0.6B's shape beside FSDP. Exits 0 only if all hold. `--device cpu` runs the same on a CPU. No pytest module: it needs
-GPUs.
+GPUs, with and without recorded routing (`--models experts "experts, replayed"`: those alone). `--only` takes worlds whose name
+has that in it. `--speed` times a model of Qwen3-0.6B's shape beside FSDP. Exits 0 only if all hold. `--device cpu` runs the
+same on a CPU. No pytest module: it needs GPUs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.shapes import SHAPES, make_model
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, World
+from telescope.backends.fsdp import FSDP
+from telescope.backends.megatron import Megatron
 from telescope.maths.support import Support
 from tests.backends.megatron_watching import on_cpu
 from tests.backends.megatron_watching import watch as watch_megatron
@@ -58,9 +61,10 @@ EXPERTS = {
 }  # fmt: skip
 SIZES = {
     "hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "vocab_size": 1003, "initializer_range": 0.05, "max_position_embeddings": 1024,
+    "vocab_size": 1003, "initializer_range": 0.05, "max_position_embeddings": 1024, "num_hidden_layers": 4,
 }  # fmt: skip
-TP2 = {"tensor_parallel_size": 2}
+TP2, PP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+ROUND = PP2 | {"virtual_pipeline_size": 2}
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
     "1, selective": (1, {"gradient_checkpointing": "selective"}),
@@ -70,6 +74,9 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "DP 2": (2, {}),
     "DP 2, overlapped": (2, {"overlap_grad_reduce": True}),
     "DP 2, whole moments": (2, {"use_distributed_optimizer": False}),
+    "PP 2": (2, PP2),
+    "PP 2, round": (2, ROUND),
+    "PP 2, round, overlapped, not computed again": (2, ROUND | {"overlap_grad_reduce": True, "gradient_checkpointing": False}),
 }
 EP2 = {"expert_parallel_size": 2}
 EXPERT_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -79,7 +86,7 @@ EXPERT_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP 2, TP 2": (2, EP2 | TP2),
     "EP 2, TP 2, selective": (2, EP2 | TP2 | {"gradient_checkpointing": "selective"}),
 }
-RESUMES = ("1", "TP 2", "DP 2", "EP 2")
+RESUMED_WORLDS = ("1", "TP 2", "DP 2", "EP 2", "PP 2", "PP 2, round")
 MIXED = "TP 2, temperatures, cut, entropy"
 """A world of two whose trajectories have temperatures of their own, of which `CUT` leaves few tokens, with an entropy bonus. In
 float32 alone: in bfloat16 other tokens are among the likeliest."""
@@ -88,7 +95,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"mixed_precision_dtype": None, "attention": "sdpa"},
     "bfloat16": {"mixed_precision_dtype": "bfloat16"},
 }
-MISSING = "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads"
+SUMS = "megatron.core.distributed.finalize_model_grads."
+NORMS, EMBEDDING = f"{SUMS}_allreduce_non_tensor_model_parallel_grads", f"{SUMS}_allreduce_word_embedding_grads"
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,8 @@ class Order:
     size: int
     settings: dict[str, Any]
     out: Path
-    planted: bool = False
+    missing: str = ""
+    """A sum over ranks that is left out."""
     mixed: bool = False
     """See `MIXED`."""
     replayed: bool = False
@@ -113,6 +122,26 @@ class Order:
     @property
     def tensor_size(self) -> int:
         return int(self.settings.get("tensor_parallel_size", 1))
+
+    @property
+    def stages(self) -> int:
+        return int(self.settings.get("pipeline_parallel_size", 1))
+
+    @property
+    def row_tokens(self) -> int:
+        """Stages want more rows than two."""
+        return 1024 if self.stages == 1 else 448
+
+    @property
+    def models(self) -> int:
+        return self.size // (self.tensor_size * self.stages)
+
+    def model_of(self, rank: int) -> int:
+        return rank // (self.tensor_size * self.stages)
+
+    def share(self, rank: int) -> list[int]:
+        """Trajectories of a rank."""
+        return SHARES[self.models][self.model_of(rank)]
 
 
 def rank_of(rank: int, orders: list[Order], ports: list[int]) -> None:
@@ -131,26 +160,29 @@ def rank_of(rank: int, orders: list[Order], ports: list[int]) -> None:
 
 
 def compute(rank: int, order: Order, world: World, again: int) -> None:
-    planted: Any = mock.patch(MISSING, return_value=None) if order.planted else nullcontext()
+    planted: Any = mock.patch(order.missing, return_value=None) if order.missing else nullcontext()
     with planted, on_cpu() if order.device == "cpu" else nullcontext():
-        job = make_job(model=order.model, seq_len=1024, world=world, router_replay=order.replayed)
+        job = make_job(model=order.model, seq_len=order.row_tokens, world=world, router_replay=order.replayed)
         if order.mixed:
             job = replace(job, support=CUT, algorithm=GRPO(entropy_coef=BONUS))
         backend = build(order, job)
         shard = make_shard(lengths=LENGTHS, temperatures=TEMPERATURES if order.mixed else (1.0,))
         if order.replayed:
             shard = with_routing(shard, layers=2, experts=8, top_k=2, share=1.0)
-        own = part(shard, SHARES[order.size // order.tensor_size][rank // order.tensor_size])
+        own = part(shard, order.share(rank))
         logprobs = backend.logprobs(own)
-        found: dict[str, Any] = {"metrics": backend.train_step(own).metrics, "gradients": backend.updates[-1]}
+        found: dict[str, Any] = {"metrics": backend.train_step(own).metrics}
+        gradients = {name: tensor.cpu() for name, tensor in backend.updates[-1].items()}
         found["weights"] = dict(backend.weights())
         if order.resumed:
             found["resumed"] = gone_on(backend, order, own, world, again)
         else:
             backend.close()
     np.save(f"{order.out}-{rank}.npy", logprobs)
+    if order.model_of(rank) == 0 and rank % order.tensor_size == 0:
+        torch.save(gradients, f"{order.out}-gradients-{rank // order.tensor_size}")
     if rank == 0:
-        torch.save(found | {"gradients": {name: tensor.cpu() for name, tensor in found["gradients"].items()}}, order.out)
+        torch.save(found, order.out)
 
 
 def build(order: Order, job: Job) -> Any:
@@ -171,7 +203,7 @@ def gone_on(backend: Any, order: Order, own: Any, world: World, port: int) -> fl
     weights = dict(backend.weights())
     backend.close()
     os.environ["MASTER_PORT"] = str(port)
-    job = make_job(model=order.model, seq_len=1024, world=world, router_replay=order.replayed)
+    job = make_job(model=order.model, seq_len=order.row_tokens, world=world, router_replay=order.replayed)
     again = build(order, replace(job, resume=order.out.with_suffix(".saved")))
     second = [again.train_step(replace(own, step=step)).metrics["loss"] for step in (2, 3)]
     apart: float = otherwise(weights, dict(again.weights())) + max(
@@ -189,6 +221,9 @@ def run(orders: list[Order]) -> None:
 
 def read(order: Order) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(order.out)
+    found["gradients"] = {}
+    for stage in range(order.stages):
+        found["gradients"] |= torch.load(f"{order.out}-gradients-{stage}")
     found["logprobs"] = [np.load(f"{order.out}-{rank}.npy") for rank in range(order.size)]
     return found
 
@@ -216,13 +251,12 @@ def logprob_gap(expected: np.ndarray, found: list[np.ndarray], order: Order) -> 
     ends = np.cumsum(LENGTHS)
     most = 0.0
     for rank, mine in enumerate(found):
-        own = SHARES[order.size // order.tensor_size][rank // order.tensor_size]
-        wanted = np.concatenate([expected[ends[i] - LENGTHS[i] : ends[i]] for i in own])
+        wanted = np.concatenate([expected[ends[i] - LENGTHS[i] : ends[i]] for i in order.share(rank)])
         most = max(most, float(np.nanmax(np.abs(mine - wanted))))
     return most
 
 
-def agreement(folder: Path, gpus: int, device: str, models: list[str]) -> bool:
+def agreement(folder: Path, gpus: int, device: str, models: list[str], only: str) -> bool:
     plain, mixed, ours = dict[tuple[str, str], Order](), dict[str, Order](), dict[str, tuple[str, str, Order]]()
     for name in models:
         changes = MODELS[name]
@@ -233,27 +267,31 @@ def agreement(folder: Path, gpus: int, device: str, models: list[str]) -> bool:
             out = folder / f"fsdp-{name}-{precision}"
             plain[name, precision] = Order("fsdp", model, 1, how, out, replayed=replayed, device=device)
             for world, (size, settings) in (EXPERT_WORLDS if "experts" in name else WORLDS).items():
-                resumed, out = world in RESUMES, folder / f"{name}-{world}-{precision}"
+                resumed, out = world in RESUMED_WORLDS, folder / f"{name}-{world}-{precision}"
                 order = Order(
                     "megatron", model, size, settings | how, out, resumed=resumed, replayed=replayed, device=device
                 )  # fmt: skip
                 ours[f"{name}, {world}, {precision}"] = name, precision, order
         if replayed:
             continue
-        order = Order(
-            "megatron", model, 2, TP2 | PRECISIONS["float32"], folder / f"planted-{name}", planted=True, device=device
-        )  # fmt: skip
-        ours[f"{name}, a sum that is left out"] = name, "float32", order
+        how = PRECISIONS["float32"]
+        planted = {"TP 2": (TP2, NORMS)} | ({"PP 2": (PP2, EMBEDDING)} if changes.get("tie_word_embeddings") else {})
+        for world, (settings, missing) in planted.items():
+            out = folder / f"planted-{name}-{world}"
+            order = Order("megatron", model, 2, settings | how, out, missing=missing, device=device)
+            ours[f"{name}, {world}, a sum that is left out"] = name, "float32", order
         if name == "experts":
             continue
-        how = PRECISIONS["float32"]
         mixed[name] = Order("fsdp", model, 1, how, folder / f"fsdp-{name}-mixed", mixed=True, device=device)
         order = Order("megatron", model, 2, TP2 | how, folder / f"{name}-mixed", mixed=True, device=device)
         ours[f"{name}, {MIXED}, float32"] = name, "float32", order
-    asked = {each: found for each, found in ours.items() if found[2].size <= gpus}
+    asked = {each: found for each, found in ours.items() if found[2].size <= gpus and only in each}
+    if not asked:
+        raise SystemExit(f"no world of {gpus} GPUs has {only!r} in its name: {', '.join(ours)}")
     for size in range(1, gpus + 1):
         every = *plain.values(), *(mixed.values() if gpus > 1 else ()), *(found[2] for found in asked.values())
-        run([order for order in every if order.size == size])
+        if orders := [order for order in every if order.size == size]:
+            run(orders)
     exact = {name: read(plain[name, "float32"]) for name in models}
     limits = {
         name: allowed(exact[name]["gradients"], read(plain[name, "bfloat16"])["gradients"])
@@ -279,7 +317,7 @@ def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float
     """Print one line; `exact` is what FSDP found in float32."""
     found = read(order)
     far, whose = worst(exact["gradients"], found["gradients"])
-    if order.planted:
+    if order.missing:
         print(f"{name}: {whose} is {far:.1e} apart {'ok' if far > FLOAT32 else 'BAD'}", flush=True)
         return far > FLOAT32
     gap = logprob_gap(exact["logprobs"][0], found["logprobs"], order)
@@ -302,27 +340,35 @@ def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float
 
 
 def time_of(rank: int, order: Order, world: World) -> None:
-    """Tokens a second of the third step: rows of 16,384 tokens of samples of 2,048, two rows a rank."""
+    """Tokens a second of the third step, and the peak of memory beside the estimate: rows of 16,384 tokens of samples of 2,048,
+    two rows a rank."""
     length, count = 2048, 16 * order.size
     job = make_job(model=order.model, world=world, seq_len=16_384, entropy_chunk_size=2048)
-    backend = build(order, job)
+    settings = (FSDP if order.backend == "fsdp" else Megatron)(**order.settings)
+    backend = settings.build(job)
     shard = make_shard(lengths=[length] * count, logprob=-12.0)
-    models = order.size // order.tensor_size
-    own = part(shard, range(rank // order.tensor_size, count, models))
+    own = part(shard, range(order.model_of(rank), count, order.models))
     torch.cuda.reset_peak_memory_stats()
     for step in (1, 2, 3):
         metrics = backend.train_step(replace(own, step=step)).metrics
     backend.close()
     if rank == 0:
-        memory = torch.cuda.max_memory_allocated() / 2**30
-        print(f"{order.backend} {order.settings}: {metrics['trainer_tokens_per_s']:.0f} tokens/s, {memory:.1f} GiB", flush=True)
+        told = settings.rank_memory(SHAPES[order.shape], job.model, job.trainer, ranks=order.size, longest=length)
+        assert told is not None
+        peak, told_gib = torch.cuda.max_memory_allocated() / 2**30, told.total / 2**30
+        print(
+            f"{order.backend} {order.settings}: {metrics['trainer_tokens_per_s']:.0f} tokens/s, {peak:.2f} GiB, estimated "
+            f"{told_gib:.2f} ({told_gib / peak - 1:+.1%})",
+            flush=True,
+        )
 
 
 def speed(folder: Path, gpus: int, shape: str) -> None:
     model = make_model(SHAPES[shape], folder / shape)
     torch.cuda.empty_cache()
     for size in range(1, gpus + 1):
-        kinds: list[tuple[str, dict[str, Any]]] = [("fsdp", {}), ("megatron", {}), *([("megatron", TP2)] if size == 2 else [])]
+        kinds: list[tuple[str, dict[str, Any]]] = [("fsdp", {}), ("megatron", {})]
+        kinds += [("megatron", each) for each in (TP2, PP2, ROUND) if size == 2]
         orders = []
         for backend, settings in kinds:
             for again in (True, False):
@@ -335,6 +381,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--only", default="", help="part of a world's name")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--shape", default="0.6B", choices=SHAPES)
@@ -344,7 +391,7 @@ def main() -> int:
         print(torch.cuda.get_device_name())
     print("torch", torch.__version__)
     with tempfile.TemporaryDirectory() as name:
-        good = agreement(Path(name), given.gpus, given.device, given.models)
+        good = agreement(Path(name), given.gpus, given.device, given.models, given.only)
         if given.speed:
             speed(Path(name), given.gpus, given.shape)
     return 0 if good else 1

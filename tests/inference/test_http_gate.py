@@ -127,6 +127,36 @@ async def test_log_probs_of_a_prompt_are_refused_where_adapters_are_served(trap:
         assert (await client.post("/v1/completions", json={"prompt": "a", **trap})).status_code == 200
 
 
+@pytest.mark.parametrize(("asked", "named"), [
+    ({"structured_outputs": {"grammar": 'root ::= root root | "a"'}}, "structured_outputs"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"response_format": {"type": "json_object"}}, "response_format"), ({"response_format": []}, "response_format"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools"),
+    ({"use_beam_search": True}, "use_beam_search"), ({"kv_transfer_params": {}}, "kv_transfer_params"),
+    ({"of_a_later_vllm": 0}, "of_a_later_vllm"), ({"bad_words": ["a"] * 9}, "bad_words"),
+    ({"stop": [str(i) for i in range(65)]}, "stop"), ({"logit_bias": {str(i): 1 for i in range(65)}}, "logit_bias"),
+])  # fmt: skip
+async def test_what_costs_more_than_the_tokens_sampled_is_refused_by_name(asked: dict, named: str):
+    inside = Inside()
+    async with client_of(inside) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a", **asked})
+        assert (answer.status_code, inside.bodies) == (400, [])
+        assert answer.json()["error"]["message"].startswith(f"{named}: ")
+
+
+@pytest.mark.parametrize("asked", [
+    {"structured_outputs": None, "response_format": {"type": "text"}, "tool_choice": "auto", "tools": [{"type": "function"}]},
+    {"stop": ["\n"], "logit_bias": {"5": -100}, "chat_template_kwargs": {"enable_thinking": False}, "user": "me"},
+    {"response_format": None, "tools": None, "stop": "a text of one", "stream": True, "stream_options": {}},
+])  # fmt: skip
+async def test_what_clients_usually_send_comes_in(asked: dict):
+    inside = Inside()
+    async with client_of(inside) as client:
+        assert (await client.post("/v1/completions", json={"prompt": "a", **asked})).status_code == 200
+    assert inside.bodies == [{"prompt": "a", **asked, "priority": LAST_PRIORITY}]
+
+
 async def test_requests_wait_for_a_place_and_a_greedy_one_is_refused():
     inside = Inside()
     inside.let.clear()
@@ -187,6 +217,47 @@ async def test_a_body_without_end_is_refused(monkeypatch: pytest.MonkeyPatch):
 
     await gate({"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}, never, keep)
     assert sent[0]["status"] == 408
+
+
+async def test_bodies_that_are_held_back_cost_no_more_than_a_few(monkeypatch: pytest.MonkeyPatch):
+    """60 strangers who each keep the last byte of 4 MiB to themselves."""
+    monkeypatch.setattr(http_gate, "BODIES_S", 0.0)
+    gate, reading, over = HttpGate(Inside(), GateRules(None, 4, True, False)), 0, asyncio.Event()
+
+    async def held_back():
+        nonlocal reading
+        reading += 1
+        await over.wait()
+        return {"type": "http.disconnect"}
+
+    async def drop(message) -> None:
+        pass
+
+    length = str(http_gate.BODY_BYTES).encode()
+    for headers in ([(b"content-length", length)], []):  # told, or in chunks
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": [(b"host", b"localhost"), *headers]}
+        strangers = [asyncio.create_task(gate(dict(scope), held_back, drop)) for _ in range(60)]
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert reading == http_gate.BODIES_BYTES // http_gate.BODY_BYTES == 2
+        over.set()
+        await asyncio.gather(*strangers)
+        assert reading == 60, "the others had their turn"
+        reading = 0
+        over.clear()
+
+
+async def test_what_was_read_counts_for_a_while(monkeypatch: pytest.MonkeyPatch):
+    """Else a stranger keeps the engine's event loop busy with bodies that are refused."""
+    monkeypatch.setattr(http_gate, "BODIES_BYTES", 1000)
+    monkeypatch.setattr(http_gate, "BODIES_S", 60.0)
+    monkeypatch.setattr(http_gate, "WAIT_S", 0.05)
+    async with client_of(Inside()) as client:
+        asked = {"prompt": "a" * 700, "n": 1_000_000}
+        assert (await client.post("/v1/completions", json=asked)).status_code == 400
+        late = await client.post("/v1/completions", json=asked)
+        assert (late.status_code, late.json()["error"]["message"]) == (429, "others send long requests: come again")
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
 
 
 async def test_a_websocket_is_closed():

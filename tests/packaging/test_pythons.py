@@ -65,7 +65,7 @@ def test_everything_without_torch_on(version: str, tmp_path: Path) -> None:
     a_run_of_the_wheel(python, tmp_path)
     command = [python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *WITHOUT, *PARTS]
     tests = subprocess.run(command, cwd=CHECKOUT, env=outside(), capture_output=True, text=True, timeout=TEST_S, check=False)
-    assert tests.returncode == 0, tests.stdout[-6000:]
+    assert tests.returncode == 0, tests.stdout[-6000:] + tests.stderr[-3000:]
 
 
 def a_run_of_the_wheel(python: Path, folder: Path) -> None:

@@ -30,6 +30,7 @@ from telescope.planning.memory import (
     divide,
     estimate_rank,
     estimate_server,
+    find_fewest_again,
     shape_of,
 )
 
@@ -50,6 +51,16 @@ def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
         return code, out + err
 
     return run
+
+
+def test_a_plan_for_megatron_says_what_it_does_not_count(say: Callable[..., tuple[int, str]]) -> None:
+    """Two stages are one model's: with two ranks they train all rows together."""
+    code, said = say(*SMALL, "backend=megatron", "backend.pipeline_parallel_size=2", "cluster.trainer_num_workers=2")
+    assert code == 0
+    assert "as long as those of backend=fsdp, without the wait of its stages for each other." in said
+    code, said = say(*SMALL, "backend=megatron")
+    assert code == 0
+    assert "as long as those of backend=fsdp." in said
 
 
 def test_the_plan_of_a_gpu_run_says_memory_times_and_the_best_split(say: Callable[..., tuple[int, str]]) -> None:
@@ -239,6 +250,23 @@ def test_ranks_that_share_rows_hold_parts_of_them_and_pack_together() -> None:
     assert rows_a_rank(paired, load) == rows_a_rank(divide(config, 1, 2), load)
     ranks = [split.ranks for split in try_splits(paired, 6, lambda divided: assume_latencies(divided, shape, CARDS["h100"]))]
     assert ranks == [4, 2]
+
+
+def test_a_megatron_rank_is_estimated_and_told_what_would_make_room(say: Callable[..., tuple[int, str]]) -> None:
+    given = ("model=qwen3-4b", "backend=megatron", "backend.use_distributed_optimizer=false")
+    given += ("cluster.trainer_num_workers=2", "trainer.seq_len=32768", "--card", "h100")
+    code, said = say(*given)
+    assert code == 1
+    assert "A trainer rank needs about" in said
+    assert (
+        "It would fit with backend.tensor_parallel_size=2, or backend.pipeline_parallel_size=2; or with shorter rows." in said
+    )
+    code, said = say(*given, "backend.tensor_parallel_size=2")
+    assert code == 0
+    assert "A trainer rank of 2 needs about" in said
+    assert "The steps of backend=megatron are taken to be as long as those of backend=fsdp." in said
+    config = composed("model=qwen3-4b", "backend=megatron", "cluster.trainer_num_workers=2", "backend.tensor_parallel_size=2")
+    assert find_fewest_again(config, shape_of("Qwen/Qwen3-4B"), 10**15) == {"gradient_checkpointing": False}
 
 
 def test_splits_are_those_that_the_settings_of_the_backend_allow() -> None:

@@ -52,3 +52,18 @@ def test_stacks_are_told_of_who_was_asked_and_not_of_who_crashed_with_some_in_it
     assert asked is not None
     assert crashed.sentence == SILENT
     assert asked.sentence == f"{SILENT} When it was asked, it was at /x/hard.py:12 (reward)."
+
+
+CRASH = 'Fatal Python error: Aborted\n\nCurrent thread 0x01 (most recent call first):\n  File "/x/hard.py", line 12 in reward\n'
+
+
+def test_of_a_process_that_a_fault_of_its_own_killed_it_is_told_where(run: RunDirectory):
+    run.log("worker-0").parent.mkdir(exist_ok=True)
+    run.log("worker-0").write_text(CRASH)
+    run.config_json.write_text('{"environments": {"mine": {"name": "hard"}}}')
+    told = sentence(run, worker_0=ProcessEnd(-6, at=10.0))[1]
+    assert told == (
+        "worker-0 was killed by signal 6 (SIGABRT). When it crashed, it was at /x/hard.py:12 (reward). That is code of "
+        "environments.mine: what may crash belongs in a process of its own."
+    )
+    assert sentence(run, worker_0=ProcessEnd(-9, at=10.0))[1] == "worker-0 was killed by signal 9 (SIGKILL)."

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import faulthandler
+import signal
+import subprocess
 import sys
-import tempfile
-import threading
 
-from telescope._launch.stacks import read_stacks
+from telescope._launch.stacks import read_crash, read_stacks
 
 HELD = """worker log
 Thread 0x00007f01 (most recent call first):
@@ -52,12 +51,60 @@ def test_of_two_dumps_the_last_counts_and_without_one_there_is_nothing_to_tell()
     assert read_stacks("") is None
 
 
+ASKED = """
+import faulthandler, sys, threading
+
+def work():
+    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
 def test_the_form_is_that_of_this_python():
-    with tempfile.TemporaryFile("w+") as file:
-        thread = threading.Thread(target=lambda: faulthandler.dump_traceback(file, all_threads=True))
-        thread.start()
-        thread.join()
-        file.seek(0)
-        found = read_stacks(file.read())
+    """In a process of its own: this one has threads of other tests."""
+    asked = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=60, check=True)
+    found = read_stacks(asked.stderr)
     assert found is not None
-    assert any(frame.file == __file__ for frame in found.frames), sys.version
+    assert (found.frames[0].function, found.busy) == ("work", True), asked.stderr
+
+
+CRASHES = """
+import faulthandler, os, sys, threading
+faulthandler.enable(file=sys.stderr, all_threads=True)
+
+def crash():
+    {crash}
+
+thread = threading.Thread(target=crash)
+thread.start()
+threading.Event().wait(60)
+"""
+
+
+def crash_in(crash: str) -> tuple[int, str]:
+    ended = subprocess.run([sys.executable, "-c", CRASHES.format(crash=crash)], capture_output=True, text=True, timeout=60)
+    return ended.returncode, ended.stderr
+
+
+def test_a_crash_is_told_of_the_thread_that_crashed_in_the_form_of_this_python():
+    status, log = crash_in("faulthandler._sigsegv()")
+    assert status == -signal.SIGSEGV
+    found = read_crash("before\n" + log)
+    assert found is not None
+    assert (found.place.function, found.busy) == ("crash", True)
+
+
+def test_a_thread_without_python_that_aborts_leaves_those_that_were_at_work():
+    """As a library's own thread does, once somebody has closed its descriptors."""
+    log = (
+        'Fatal Python error: Aborted\n\nThread 0x01 (most recent call first):\n  File "/x/hard.py", line 3 in reward\n\n'
+        'Thread 0x02 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 324 in wait\n'
+    )
+    found = read_crash(log)
+    assert found is not None
+    assert found.describe() == "it was at /x/hard.py:3 (reward)"
+    assert read_crash("Fatal Python error: Aborted\n\n<no Python frame>\n") is None
+    assert read_crash(HELD) is None

@@ -33,6 +33,24 @@ def test_a_run_directory_is_never_reused(run: RunDirectory):
         RunDirectory.create(run.path)
 
 
+def test_an_empty_folder_becomes_its_owners_alone(tmp_path: Path):
+    tmp_path.chmod(0o777)
+    RunDirectory.create(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user")
+@pytest.mark.parametrize(("owner", "name"), [(65534, "nobody"), (12345, "12345")])
+def test_another_users_folder_is_refused(tmp_path: Path, owner: int, name: str):
+    """He could read status.json and summary.json, and put another checkpoint in the place of the run's."""
+    os.chown(tmp_path, owner, owner)
+    with pytest.raises(
+        RunDirectoryInUse, match=f"{tmp_path} belongs to the user {name}, not to you: name a folder of your own"
+    ):
+        RunDirectory.create(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_row_lies_in_the_file_when_its_callback_comes(run: RunDirectory):
     log = RunLog(run, "orchestrator")
     found: list[int] = []

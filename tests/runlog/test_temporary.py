@@ -8,7 +8,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from telescope.runlog import temporary
 
@@ -94,3 +97,71 @@ def test_a_torn_note_hides_no_other(tmp_path: Path):
     temporary.note(tmp_path, [last])
     assert temporary.remove_noted(tmp_path) == [first, last]
     assert temporary.remove_noted(tmp_path) == []
+
+
+STRANGER = 65534
+
+
+@pytest.fixture
+def shared(monkeypatch) -> Iterator[Path]:
+    """A folder for temporary files that anybody may write to, as /tmp is."""
+    base = Path(tempfile.mkdtemp(prefix="t-"))
+    base.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    yield base
+    shutil.rmtree(base)
+
+
+def note_in(folder: Path, file: Path) -> None:
+    """What whoever may write there can: nobody holds the folder, and this file is to go with it."""
+    (folder / ".lock").touch()
+    found = file.lstat()
+    (folder / ".elsewhere").write_text(f"{found.st_dev} {found.st_ino} {file}\n")
+
+
+def test_a_strangers_link_to_a_folder_that_anybody_may_write_to_removes_nothing(shared: Path, tmp_path: Path):
+    """Both folders are this user's own: the link leads to the folder for temporary files itself."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    note_in(shared, precious)
+    (shared / f"{temporary.PREFIX}x").symlink_to(shared)
+    temporary.sweep()
+    assert precious.exists()
+    assert temporary.remove_noted(shared) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_folder_that_others_may_write_to_is_not_swept(shared: Path, tmp_path: Path, mode: int):
+    precious, folder = tmp_path / "precious", shared / f"{temporary.PREFIX}x"
+    precious.write_text("mine")
+    folder.mkdir()
+    note_in(folder, precious)
+    folder.chmod(mode)
+    temporary.sweep()
+    assert precious.exists()
+    assert folder.exists()
+    folder.chmod(0o711)  # as sandboxes have theirs
+    temporary.sweep()
+    assert not precious.exists()
+    assert not folder.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user")
+def test_another_users_folder_is_not_swept(shared: Path, tmp_path: Path):
+    precious, folder = tmp_path / "precious", shared / f"{temporary.PREFIX}x"
+    precious.write_text("mine")
+    folder.mkdir(mode=0o700)
+    note_in(folder, precious)
+    os.chown(folder, STRANGER, STRANGER)
+    temporary.sweep()
+    assert precious.exists()
+
+
+def test_a_pipe_in_place_of_a_note_holds_up_no_sweep(shared: Path):
+    folder = shared / f"{temporary.PREFIX}x"
+    folder.mkdir(mode=0o700)
+    (folder / ".lock").touch()
+    os.mkfifo(folder / ".elsewhere")
+    sweep = "from telescope.runlog import temporary; temporary.sweep()"
+    subprocess.run([sys.executable, "-c", sweep], env={**os.environ, "TMPDIR": str(shared)}, check=True, timeout=30)
+    assert not folder.exists()

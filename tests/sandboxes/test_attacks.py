@@ -230,8 +230,7 @@ async def test_a_pipe_or_a_link_in_place_of_a_file_holds_nobody_up(provider: Loc
     sandbox = await provider.create(LIMITS)
     made = "os.mkfifo('pipe'); os.symlink('/root', 'link'); os.symlink('/usr/bin/python3', 'system'); os.mkdir('folder')"
     assert (await sandbox.exec([*PYTHON, f"import os; {made}"])).ok
-    assert await sandbox.download("pipe") == b""
-    for path in ("link", "folder", "nothing"):
+    for path in ("pipe", "link", "folder", "nothing"):
         with pytest.raises(FileRefused):
             await sandbox.download(path)
     for path in ("pipe", "folder", "system"):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from tests.ports import free_port
@@ -29,7 +30,7 @@ class Member:
         self.process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, bufsize=1
         )
-        self._said: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._said: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -37,6 +38,7 @@ class Member:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self._said.put(json.loads(line))
+        self._said.put(None)
 
     def tell(self, **order: Any) -> None:
         assert self.process.stdin is not None
@@ -44,7 +46,12 @@ class Member:
         self.process.stdin.flush()
 
     def said(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
-        return self._said.get(timeout=patience_s)
+        """Its next answer; fails at once where it has ended instead."""
+        answer = self._said.get(timeout=patience_s)
+        if answer is None:
+            self._said.put(None)  # whoever asks next hears it too
+            raise AssertionError(f"{self.name} ended with {self.process.wait(PATIENCE_S)} before it answered")
+        return answer
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -53,7 +60,8 @@ class Member:
         self.process.wait(PATIENCE_S)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):  # an order that it died before reading
+                    pipe.close()
 
 
 class Company:

@@ -199,3 +199,15 @@ def test_a_killed_runs_segment_is_swept_and_a_living_runs_is_not(tmp_path):
     assert sweep(tmp_path) == []
     assert len(list(reader.read(manifest))) == 2
     living.close()
+
+
+def test_what_others_put_under_a_segments_name_is_passed_over(tmp_path):
+    """In a folder with the sticky bit an ordinary user can't remove another's file: a sweep, and with it a run, ended there."""
+    pipe, foreign = tmp_path / "telescope-weights-pipe", tmp_path / "telescope-weights-foreign"
+    os.mkfifo(pipe)
+    if os.getuid() == 0:
+        foreign.touch()
+        os.chown(foreign, 65534, 65534)
+    assert sweep(tmp_path) == []
+    assert pipe.exists()
+    assert foreign.exists() == (os.getuid() == 0)

@@ -102,3 +102,12 @@ def test_an_error_that_is_not_ours_leaves_its_traceback_in_the_log(
             said = KNOWN.describe_end("worker-0", raised)
     assert said == (sentence, code)
     assert ("test_process.py" in caplog.text and "Traceback" in caplog.text) is traced
+
+
+@pytest.mark.parametrize(
+    "done", ["sys.stdout.close(); sys.stderr.close()", "sys.stdout = sys.stderr = None", "os.close(1); os.close(2)"]
+)
+def test_a_process_whose_output_is_gone_leaves_with_its_code(done: str):
+    """As an environment may do it."""
+    code = f"import os, sys\nfrom telescope.wire.process import leave\nprint('said')\n{done}\nleave(7)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 7

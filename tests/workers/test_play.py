@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +26,7 @@ from telescope.wire.messages import RolloutError, RolloutResult
 from telescope.workers.main import run_through
 from telescope.workers.play import Ask, PlayLimits, make_turn_seed, play
 from telescope.workers.prompt_cache import PromptCache
-from telescope.workers.report import BadReward, check_reward
+from telescope.workers.report import BadReward, check_reward, encode_info
 from telescope.workers.reward_threads import RewardThreads
 from tests.workers.conftest import LIMITS, loaded, order
 
@@ -291,6 +293,21 @@ async def test_rewards_beyond_a_million_are_refused() -> None:
             check_reward(Reward(value))
 
 
+class Turncoat(float):
+    """A number that converts to another one."""
+
+    def __float__(self) -> float:
+        return math.nan
+
+
+def test_a_reward_is_checked_in_the_form_in_which_it_is_sent() -> None:
+    for reward in (Reward(Turncoat(0.5)), Reward(0.5, {"exact": Turncoat(1.0)})):
+        with pytest.raises(BadReward, match="not a finite number"):
+            check_reward(reward)
+    told = check_reward(Reward(np.float32(0.5), {"n": np.int64(3)}))  # type: ignore[arg-type]
+    assert [type(value) for value in (told.total, told.metrics["n"])] == [float, float]
+
+
 async def failed_body(environment: Environment, template: ChatTemplate, secrets: frozenset[str] = frozenset()) -> RolloutError:
     task = replace(loaded(environment), secrets=secrets)
     body, _ = await play(order(), task, PromptCache(template), LIMITS, answering(template, "ba"))
@@ -427,8 +444,43 @@ async def test_a_badly_typed_part_of_a_reward_is_the_graders_failure(
     assert said in body.cause
 
 
-async def test_an_error_that_cannot_be_told_is_a_failure_all_the_same(template: ChatTemplate) -> None:
-    assert "Unspeakable" in (await failed_body(raising(Unspeakable(), in_reward=False), template)).cause
+class Leaving(Exception):
+    """Raises `how` where it is told."""
+
+    def __init__(self, how: BaseException) -> None:
+        self.how = how
+
+    def __str__(self) -> str:
+        raise self.how
+
+
+@pytest.mark.parametrize("how", [Unspeakable(), SystemExit(5), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
+async def test_an_error_that_cannot_be_told_is_a_failure_all_the_same(template: ChatTemplate, how: BaseException) -> None:
+    assert "Leaving" in (await failed_body(raising(Leaving(how), in_reward=False), template)).cause
+
+
+@pytest.mark.parametrize("raises", [False, True])
+async def test_a_child_that_comes_back_out_of_play_ends_there(template: ChatTemplate, raises: bool) -> None:
+    """It had gone on as the worker: tried further rollouts, and written the failure of a run that went well."""
+    children: list[int] = []
+
+    class Forking(Task):
+        async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+            if not (child := os.fork()):
+                if raises:
+                    raise ValueError("a child's")
+                return Reward(1.0)
+            children.append(child)
+            await chat.say(*prompt.turns)
+            return Reward(0.5)
+
+    own = os.getpid()
+    done, _ = await play(order(), loaded(Forking()), PromptCache(template), LIMITS, answering(template, "ba"))
+    if os.getpid() != own:
+        os._exit(9)  # it came as far as here
+    assert isinstance(done, RolloutResult)
+    assert done.reward == 0.5
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0]
 
 
 async def test_no_secret_is_in_what_was_said_or_in_a_metrics_name(template: ChatTemplate) -> None:
@@ -455,6 +507,38 @@ async def test_an_info_too_long_is_cut_and_stays_json(template: ChatTemplate) ->
     assert isinstance(body, RolloutResult)
     assert len(body.info) < 51_000
     assert json.loads(body.info)["cut"].startswith('{"log": "xxx')
+
+
+def test_no_more_of_an_info_is_read_than_fits() -> None:
+    """A worker's loop had stood still for 8 s over a million numbers. The list of lists would have 2^60 numbers written out."""
+    read = 0
+
+    class Counted(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            nonlocal read
+            while read < 10**6:
+                yield read
+                read += 1
+
+    cut = json.loads(encode_info({"first": "a", "y": Counted()}, ()))["cut"]
+    assert read < 51_000
+    assert cut.startswith('{"first": "a", "y": [0, 1, 2, ')
+    assert cut.endswith(" […cut: more follows]")
+    assert len(cut) < 51_000
+    doubled: list[Any] = [1]
+    for _ in range(60):
+        doubled = [doubled, doubled]
+    assert len(encode_info({"x": doubled}, ())) < 51_000
+
+
+def test_an_info_that_just_fits_is_whole_and_what_is_cut_off_hides_no_secret() -> None:
+    numbers = [1] * 16_664
+    assert len(encode_info({"ns": numbers}, ())) == 50_000
+    assert json.loads(encode_info({"ns": numbers}, ())) == {"ns": numbers}
+    assert list(json.loads(encode_info({"ns": [*numbers, 1]}, ()))) == ["cut"]
+    said = "x" * 49_990 + "s3cr3t-value" + "x" * 100_000
+    cut = json.loads(encode_info({"said": said, "more": [1]}, {"s3cr3t-value"}))["cut"]
+    assert "s3cr" not in cut
 
 
 async def test_a_secret_in_an_error_is_not_told(template: ChatTemplate) -> None:

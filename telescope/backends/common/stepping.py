@@ -9,8 +9,8 @@ weigh nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from telescope.algorithms.base import named
+from telescope.algorithms.base import PackedRow, named
 from telescope.backends.base import Job, StepResult, TrainShard
 from telescope.backends.common import ranks, rows, shards
 from telescope.backends.common.phase_times import PhaseTimer
@@ -35,6 +35,11 @@ log = logging.getLogger(__name__)
 
 SLOWEST = "slowest_s"
 """Seconds of the slowest rank's step, on their way over the ranks with the other peaks."""
+
+
+def unmarked(place: int) -> AbstractContextManager[None]:
+    """Nobody asks when a row is computed."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,9 @@ class SteppingBackend:
 
     def _before_update(self) -> None:
         """All rows of a minibatch have been backward."""
+
+    def _after_rows(self, tally: MetricSums) -> None:
+        """All rows of a step have been added up; their metrics are not yet summed over ranks."""
 
     def _after_forward_alone(self) -> None:
         """Forward passes without backward passes are over."""
@@ -128,14 +136,11 @@ class SteppingBackend:
             minibatches[1:] = [self._with_old(minibatch, shard.step, spans) for minibatch in minibatches[1:]]
         self._updater.span, scale = spans.span, self._updater.loss_scale
         for number, (minibatch, counts) in enumerate(zip(minibatches, shard.denominators, strict=True)):
-            for place, row in enumerate(minibatch):
-                spans.at(number, place)
-                with self._row_of_many(last=place + 1 == len(minibatch)):
-                    self._accumulate(row, counts, spans, tally)
-                self._job.progress(f"train step {shard.step}: minibatch {number + 1}, row {place + 1} of {len(minibatch)}")
+            self._accumulate_all(number, minibatch, counts, spans, tally)
             spans.at(number)
             self._before_update()
             updates.add(self._updater.update(shard.step, empty=counts.tokens == 0))
+        self._after_rows(tally)
         timings, phases = spans.finish()
         sums, peaks = shards.host_metrics(shard, [row for plan in plans for row in plan])
         peaks |= {SLOWEST: timings["timing_step_active"]}
@@ -164,9 +169,10 @@ class SteppingBackend:
         trajectories = shards.trajectories(shard)
         ends = np.cumsum([item.length for item in shard.items])
         with ranks.watched("taking log-probs"):
-            for row in (row for plan in self._plan(shard) for row in plan):
-                arrays = packing.arrange(row, trajectories, shard.items)
-                logprob = self._logprobs_of(self._policy, self._on_device(arrays)[1])
+            plan = [row for rows in self._plan(shard) for row in rows]
+            arranged = [packing.arrange(row, trajectories, shard.items) for row in plan]
+            logprobs = self._on_all_ranks(self._logprobs_of_rows(self._policy, arranged, unmarked), arranged)
+            for row, arrays, logprob in zip(plan, arranged, logprobs, strict=True):
                 laid = np.full(row.size, np.nan, np.float32)
                 laid[arrays.mask] = logprob.cpu().numpy()
                 for start, length, index in zip(row.starts, row.lengths, row.items, strict=True):
@@ -198,19 +204,50 @@ class SteppingBackend:
 
     def _with_old(self, minibatch: Sequence[PreparedRow], step: int, spans: PhaseTimer) -> list[PreparedRow]:
         """The rows with the log-probs of now. The first minibatch needs none: its own forward pass comes before any update."""
-        known = []
-        for place, row in enumerate(minibatch, start=1):
-            spans.at(row=place - 1)
+
+        @contextmanager
+        def taking(place: int) -> Iterator[None]:
+            spans.at(row=place)
             with spans.span("compute_old_logprobs"):
-                _, given = self._on_device(row.arrays)
-                known.append(PreparedRow(row.arrays, old=self._logprobs_of(self._policy, given)))
-            self._job.progress(f"train step {step}: log-probs before its updates, row {place} of {len(minibatch)}")
-        return known
+                yield
+            said = f"train step {step}: log-probs before its updates, row {place + 1} of {len(minibatch)}"
+            self._job.progress(said)
+
+        found = self._logprobs_of_rows(self._policy, [row.arrays for row in minibatch], taking)
+        return [PreparedRow(row.arrays, old=old) for row, old in zip(minibatch, found, strict=True)]
+
+    def _logprobs_of_rows(
+        self, policy: Any, arranged: Sequence[packing.RowArrays], taking: Callable[[int], AbstractContextManager[None]]
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Of the sampled tokens of each row, without gradient; None on ranks that do not compute losses. `taking`: around the
+        work for a row, by its place."""
+        found: list[Tensor | None] = []
+        for place, arrays in enumerate(arranged):
+            with taking(place):
+                found.append(self._logprobs_of(policy, self._on_device(arrays)[1]))
+        return found
+
+    def _on_all_ranks(self, found: list[Tensor | None], arranged: Sequence[packing.RowArrays]) -> list[Tensor]:
+        """Log-probs that some ranks have, on all of them."""
+        return [logprobs for logprobs in found if logprobs is not None]
 
     def _logprobs_of(self, policy: Any, given: Any) -> Tensor:
         job = self._job
         logprob: Tensor = policy.logprobs_only(given, job.trainer.entropy_chunk_size, job.support)
         return logprob
+
+    def _accumulate_all(
+        self, number: int, minibatch: Sequence[PreparedRow], counts: Denominators, spans: PhaseTimer, tally: MetricSums
+    ) -> None:  # fmt: skip
+        """Forward and backward passes of all rows of minibatch `number`."""
+        for place, row in enumerate(minibatch):
+            spans.at(number, place)
+            with self._row_of_many(last=place + 1 == len(minibatch)):
+                self._accumulate(row, counts, spans, tally)
+            self._tell_row(number, place, len(minibatch))
+
+    def _tell_row(self, number: int, place: int, count: int) -> None:
+        self._job.progress(f"train step {self._step}: minibatch {number + 1}, row {place + 1} of {count}")
 
     def _accumulate(self, row: PreparedRow, counts: Denominators, spans: PhaseTimer, tally: MetricSums) -> None:
         """Add one row's share of the gradient."""
@@ -224,12 +261,21 @@ class SteppingBackend:
             chunk = job.trainer.entropy_chunk_size
             logprob, entropy = self._policy(given, chunk, support=job.support)
         with spans.span("loss_computation"):
-            entropy = entropy if job.algorithm.trains_entropy else entropy.detach()
-            packed = on_device.packed(logprob, entropy, old=row.old, reference=reference)
-            with named(job.algorithm, "loss", f"step {self._step}"):
-                output = job.algorithm.loss(packed, counts, max_tokens=job.max_tokens)
-            if not output.loss.requires_grad:
-                raise ValueError(f"{type(job.algorithm).__name__}.loss has no gradient: make it of `current`, not detached")
-            tally.add(output)
+            laid = on_device.packed(logprob, self._entropy_for(entropy), old=row.old, reference=reference)
+            loss = self._loss_of(laid, counts, tally)
         with spans.span("backward"):
-            self._updater.scaled(output.loss).backward()  # type: ignore[no-untyped-call]
+            self._updater.scaled(loss).backward()  # type: ignore[no-untyped-call]
+
+    def _entropy_for(self, entropy: Tensor) -> Tensor:
+        """As the loss takes it."""
+        return entropy if self._job.algorithm.trains_entropy else entropy.detach()
+
+    def _loss_of(self, row: PackedRow, counts: Denominators, tally: MetricSums) -> Tensor:
+        """A row's share of the loss, whose metrics are added up."""
+        job = self._job
+        with named(job.algorithm, "loss", f"step {self._step}"):
+            output = job.algorithm.loss(row, counts, max_tokens=job.max_tokens)
+        if not output.loss.requires_grad:
+            raise ValueError(f"{type(job.algorithm).__name__}.loss has no gradient: make it of `current`, not detached")
+        tally.add(output)
+        return output.loss

@@ -5,6 +5,7 @@ Names and their arithmetic are `maths.metrics`'s.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -14,9 +15,12 @@ from torch import Tensor
 from telescope.algorithms.base import LossOutput
 from telescope.maths import metrics
 
+Names = tuple[tuple[str, ...], tuple[str, ...]]
+"""Of sums and of peaks."""
+
 
 class MetricSums:
-    """Of one step on one rank. Every rank must add the same names.
+    """Of one step on one rank. Every rank must add the same names, or be told those of a rank that added some.
 
     `counts`: whether its sums are added to those of the other ranks; not where another rank adds up the same rows.
     """
@@ -31,6 +35,18 @@ class MetricSums:
         """One row's share."""
         self._sums = metrics.merge_sums(self._sums, output.sums)
         self._peaks = metrics.merge_peaks(self._peaks, output.peaks)
+
+    @property
+    def names(self) -> Names:
+        """Of what was added."""
+        return tuple(self._sums), tuple(self._peaks)
+
+    def follow(self, names: Names) -> None:
+        """Where this rank adds no rows: take part in the sums and peaks of those that do, with nothing."""
+        self._sums, self._peaks = (
+            {name: torch.full((), value, device=self._device) for name in given}
+            for given, value in zip(names, (0.0, -math.inf), strict=True)
+        )
 
     def finish(self, sums: Mapping[str, float], peaks: Mapping[str, float], *, updates: int = 1) -> dict[str, float]:
         """Metrics over all rows and ranks; `sums` and `peaks` are this rank's host-side numbers. A collective.

@@ -6,13 +6,17 @@ Owns the backend's settings. Torch is imported in `build()`, so that a configura
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from telescope.backends.base import Backend, BackendSettings, Job
 from telescope.backends.common import attention_choice
 from telescope.maths.memory import layers_again
+
+if TYPE_CHECKING:
+    from telescope.config.sections import ModelSettings, TrainerSettings
+    from telescope.maths.memory import ModelShape, TrainerMemory
 
 
 class FSDP(BackendSettings):
@@ -67,6 +71,18 @@ class FSDP(BackendSettings):
     @property
     def ranks_a_shard(self) -> int:
         return self.context_parallel_size
+
+    def rank_memory(
+        self, shape: ModelShape, model: ModelSettings, trainer: TrainerSettings, *,
+        ranks: int, longest: int, reference: bool = False, handed_bytes: int = 0, seq_len: int | None = None,
+    ) -> TrainerMemory | None:  # fmt: skip
+        """See `BackendSettings.rank_memory`."""
+        from telescope.backends.fsdp import sizing
+
+        return sizing.rank_memory(
+            self, shape, model, trainer, ranks=ranks, longest=longest, reference=reference, handed_bytes=handed_bytes,
+            seq_len=seq_len,
+        )  # fmt: skip
 
     def alone(self) -> FSDP:
         group = self.reshard_after_forward

@@ -12,10 +12,9 @@ from telescope.backends.base import Job
 from telescope.backends.fsdp import FSDP
 from telescope.config.sections import LoraSettings, ModelSettings, TrainerSettings
 from telescope.maths.flops import TrainingWork
-from telescope.maths.memory import AdapterShape, ModelShape, TrainerMemory, shape_from, trainer_memory
+from telescope.maths.memory import BYTES, AdapterShape, ModelShape, TrainerMemory, shape_from, trainer_memory
 from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows, short_rows
 
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 LONG = 4096
 """Tokens from which on a sample is a part of its own in `attention=cudnn`, which is what `auto` comes to on an H100 or H200."""
 

@@ -1,5 +1,5 @@
-"""The Megatron-Core backend: models spread over GPUs by tensor and expert parallelism, and over groups of them by data
-parallelism.
+"""The Megatron-Core backend: models spread over GPUs by tensor, expert and pipeline parallelism, and over groups of them by
+data parallelism.
 
 Owns the backend's settings. Torch and megatron-core are imported in `build()`, so that a configuration is composed without
 them.
@@ -10,12 +10,16 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from telescope.backends.base import Backend, BackendSettings, Job
 from telescope.backends.common import attention_choice
+
+if TYPE_CHECKING:
+    from telescope.config.sections import ModelSettings, TrainerSettings
+    from telescope.maths.memory import ModelShape, TrainerMemory
 
 NO_GPU = "backend=megatron trains on GPUs alone, and there is none for the trainer's ranks: set backend=fsdp"
 NOT_INSTALLED = (
@@ -35,6 +39,13 @@ class Megatron(BackendSettings):
     expert_parallel_size: int = Field(default=1, ge=1, le=1024)
     """Trainer ranks that share out the experts of a model, whole ones each, whichever model of tensor_parallel_size they belong
     to: a token is sent to the ranks that have its experts. Must divide the number of ranks, and of experts."""
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Stages of a model, each of some of its layers on ranks of its own: stages exchange a row's activations alone, and compute
+    different rows at a time. Times tensor_parallel_size it must divide the number of ranks. Layers are shared out so that all
+    stages have about as much to compute, the head counted as layers."""
+    virtual_pipeline_size: int = Field(default=1, ge=1, le=64)
+    """Stretches of layers of each stage: a row goes round so often, and stages wait for one another so many times less, at as
+    many times the exchanges. Above 1 only with pipeline_parallel_size above 1; the model needs a layer for each stretch."""
     sequence_parallel: bool | Literal["auto"] = "auto"
     """Cut what lies between the matrices (norms, residuals) along the row's tokens over the same ranks: less memory at the same
     traffic. auto: where tensor_parallel_size is above 1."""
@@ -59,7 +70,7 @@ class Megatron(BackendSettings):
 
     @property
     def ranks_a_shard(self) -> int:
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def cuts_rows(self) -> bool:
@@ -72,28 +83,45 @@ class Megatron(BackendSettings):
     def spreads_optimizer(self, ranks: int) -> bool:
         """`use_distributed_optimizer` with `auto` decided, of so many ranks."""
         if self.use_distributed_optimizer == "auto":
-            return ranks > self.tensor_parallel_size
+            return ranks > self.ranks_a_shard
         return self.use_distributed_optimizer
 
-    def alone(self) -> Megatron:
-        return self.model_copy(
-            update={
-                "tensor_parallel_size": 1,
-                "expert_parallel_size": 1,
-                "sequence_parallel": "auto",
-                "use_distributed_optimizer": "auto",
-            }
+    def rank_memory(
+        self, shape: ModelShape, model: ModelSettings, trainer: TrainerSettings, *,
+        ranks: int, longest: int, reference: bool = False, handed_bytes: int = 0, seq_len: int | None = None,
+    ) -> TrainerMemory | None:  # fmt: skip
+        """See `BackendSettings.rank_memory`."""
+        from telescope.backends.megatron import sizing
+
+        return sizing.rank_memory(
+            self, shape, model, trainer, ranks=ranks, reference=reference, handed_bytes=handed_bytes, seq_len=seq_len
         )
+
+    def alone(self) -> Megatron:
+        sizes = "tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size"
+        one = dict.fromkeys(sizes, 1)
+        auto = dict.fromkeys(("sequence_parallel", "use_distributed_optimizer"), "auto")
+        return self.model_copy(update={**one, **auto})
 
     def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
         """See `BackendSettings.run_errors`."""
-        workers, size = "cluster.trainer_num_workers", self.tensor_parallel_size
-        if ranks % size:
+        workers, size, model = "cluster.trainer_num_workers", self.tensor_parallel_size, self.ranks_a_shard
+        if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
             yield (
-                ("backend.tensor_parallel_size", workers),
-                f"backend.tensor_parallel_size={size} must divide {workers}={ranks}: so many ranks hold the model together; "
-                f"set {workers}={-(-ranks // size) * size}, or another tensor_parallel_size",
+                ("backend.virtual_pipeline_size", "backend.pipeline_parallel_size"),
+                f"backend.virtual_pipeline_size={self.virtual_pipeline_size} cuts the layers of each stage into stretches, and "
+                "with backend.pipeline_parallel_size=1 there are no stages: set pipeline_parallel_size=2 or more, or leave it "
+                "out",
             )
+        if self.expert_parallel_size > 1 and self.pipeline_parallel_size > 1:
+            yield (
+                ("backend.expert_parallel_size", "backend.pipeline_parallel_size"),
+                f"backend.expert_parallel_size={self.expert_parallel_size} shares out the experts of a model, and a model with "
+                f"experts can't be cut into backend.pipeline_parallel_size={self.pipeline_parallel_size} stages yet: set one "
+                "of them to 1",
+            )
+        if ranks % model:
+            yield self._indivisible(ranks)
             return
         if ranks % self.expert_parallel_size:
             yield (
@@ -116,12 +144,46 @@ class Megatron(BackendSettings):
             )
         if self.mixed_precision_dtype == "float16" and not self.grad_reduce_in_fp32:
             yield ("backend.grad_reduce_in_fp32", "backend.mixed_precision_dtype"), SCALED_SUMS
-        if self.use_distributed_optimizer is True and ranks == size:
+        if self.use_distributed_optimizer is True and ranks == model:
+            paths, product = self._ranks_of_a_model()
             yield (
-                ("backend.use_distributed_optimizer", workers, "backend.tensor_parallel_size"),
+                ("backend.use_distributed_optimizer", workers, *paths),
                 f"backend.use_distributed_optimizer=true spreads moments over ranks with equal parts of the model, and with "
-                f"{workers}={ranks} and backend.tensor_parallel_size={size} there is one: set use_distributed_optimizer=auto, "
-                f"or {workers}={2 * size} or more",
+                f"{workers}={ranks} and {product} there is one: set use_distributed_optimizer=auto, "
+                f"or {workers}={2 * model} or more",
+            )
+
+    def _ranks_of_a_model(self) -> tuple[tuple[str, ...], str]:
+        """The settings whose product they are, and the product in words."""
+        sizes = {"backend.tensor_parallel_size": self.tensor_parallel_size}
+        if self.pipeline_parallel_size > 1:
+            sizes["backend.pipeline_parallel_size"] = self.pipeline_parallel_size
+        return tuple(sizes), " times ".join(f"{name}={size}" for name, size in sizes.items())
+
+    def _indivisible(self, ranks: int) -> tuple[tuple[str, ...], str]:
+        workers, model = "cluster.trainer_num_workers", self.ranks_a_shard
+        paths, product = self._ranks_of_a_model()
+        others = " or ".join(path.removeprefix("backend.") for path in paths)
+        return (
+            (*paths, workers),
+            f"{product} must divide {workers}={ranks}: so many ranks hold the model together; set "
+            f"{workers}={-(-ranks // model) * model}, or another {others}",
+        )
+
+    def model_errors(self, *, layers: int) -> Iterator[tuple[tuple[str, ...], str]]:
+        """See `BackendSettings.model_errors`."""
+        stages, laps = self.pipeline_parallel_size, self.virtual_pipeline_size
+        if stages > layers:
+            yield (
+                ("backend.pipeline_parallel_size", "model.name"),
+                f"backend.pipeline_parallel_size={stages} is more than the {layers} layers of the model, and each stage needs "
+                f"one: set {layers} or less",
+            )
+        elif stages * laps > layers:
+            yield (
+                ("backend.virtual_pipeline_size", "backend.pipeline_parallel_size", "model.name"),
+                f"backend.virtual_pipeline_size={laps} times backend.pipeline_parallel_size={stages} is more than the {layers} "
+                f"layers of the model, and each stretch needs one: set virtual_pipeline_size={layers // stages} or less",
             )
 
     def find_obstacles(

@@ -170,6 +170,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 def _strange(config: Any, settings: Megatron) -> Iterator[str]:
     """What of the configuration is not computed here, or does not divide."""
     size, groups = settings.tensor_parallel_size, config.num_key_value_heads
+    yield from (sentence for _, sentence in settings.model_errors(layers=config.num_hidden_layers))
     for name in ("attention_bias", "mlp_bias"):
         if getattr(config, name, False):
             yield f"its config.json has {name}=true, which backend=megatron does not compute: set backend=fsdp"
@@ -192,7 +193,12 @@ def _strange(config: Any, settings: Megatron) -> Iterator[str]:
 
 
 def _strange_experts(facts: ModelDimensions, settings: Megatron) -> Iterator[str]:
-    size = settings.expert_parallel_size
+    size, stages = settings.expert_parallel_size, settings.pipeline_parallel_size
+    if facts.expert_layers and stages > 1:
+        yield (
+            f"backend.pipeline_parallel_size={stages} cuts a model into stages, which is not built for models with experts: "
+            "set it to 1, and share the experts out with backend.expert_parallel_size"
+        )
     if size > 1 and not facts.expert_layers:
         yield f"backend.expert_parallel_size={size} deals out experts, and this model has none: set it to 1"
     elif facts.expert_layers and facts.experts % size:
@@ -236,7 +242,7 @@ def core_config(architecture: Architecture, settings: Megatron, computing: torch
         use_cpu_initialization=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=True,  # of gate and up: one kernel, which keeps neither of their products
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,

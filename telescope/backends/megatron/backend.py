@@ -1,7 +1,7 @@
 """A model in training on megatron-core: how it is built, what a row is for it, how weights and state leave it.
 
 Owns what of a backend is Megatron's. A step and its order are common/stepping.py's: of megatron-core the layers, the groups and
-the gradients' buffers are used, and neither its loss nor its schedules.
+the gradients' buffers are used, and neither its loss nor its schedules. Rows of several stages are staged_rows.py's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +21,22 @@ from torch import Tensor
 from telescope.backends.base import Job, Outcome
 from telescope.backends.common import kernels, model_work, ranks, routing, rows
 from telescope.backends.common.flat_buckets import host_weights
+from telescope.backends.common.phase_times import PhaseTimer
 from telescope.backends.common.routing import ExpertLoad
 from telescope.backends.common.saving import Saver
-from telescope.backends.common.stepping import SteppingBackend
-from telescope.backends.megatron import architecture, parallel, state
+from telescope.backends.common.stepping import PreparedRow, SteppingBackend
+from telescope.backends.common.tally import MetricSums
+from telescope.backends.megatron import architecture, parallel, pipeline, state
 from telescope.backends.megatron.masters import Masters
 from telescope.backends.megatron.policy import ParallelPolicy, ParallelRow
 from telescope.backends.megatron.publish import PartPacker
 from telescope.backends.megatron.rules import TensorMap
+from telescope.backends.megatron.staged_rows import ForwardRows, TrainedRows
+from telescope.backends.megatron.stages import cut_shape, uncut
 from telescope.backends.megatron.updates import PieceUpdater
 from telescope.maths import packing
+from telescope.maths.memory import shape_from
+from telescope.records import Denominators
 from telescope.weights.buckets import Bucket, ModelTensor
 
 if TYPE_CHECKING:
@@ -68,67 +74,82 @@ class MegatronBackend(SteppingBackend):
     def _build(self, settings: Megatron, kind: Kind, computing: torch.dtype) -> None:
         job = self._job
         known = architecture.read(settings, job)
+        stages, laps = settings.pipeline_parallel_size, settings.virtual_pipeline_size
         self._parallel = parallel.make_parallel(
-            job.world, settings.tensor_parallel_size, settings.collective_timeout_s, settings.expert_parallel_size
+            job.world,
+            settings.tensor_parallel_size,
+            stages,
+            pipeline.pipes_needed(laps),
+            settings.collective_timeout_s,
+            settings.expert_parallel_size,
         )
-        held, experts = self._parallel, self._parallel.experts
-        self._table = TensorMap(
-            known.facts, known.shapes, held.tensor_rank, held.tensor_size, experts.rank, experts.size
-        )  # fmt: skip
+        pipeline.meet_neighbours(self._parallel, laps, self._device)
+        facts, held, experts = known.facts, self._parallel, self._parallel.experts
+        layout = uncut(facts.layers, tied=facts.tied)
+        if stages > 1:  # these need the shape, which a model with experts does not have
+            layout = cut_shape(shape_from(known.config.to_dict()), stages, laps)
+        self._table = TensorMap(facts, known.shapes, held.tensor_rank, held.tensor_size, experts.rank, experts.size)
         master = getattr(torch, job.model.dtype)
 
         def made() -> ParallelPolicy:
             with warnings.catch_warnings():  # of defaults that megatron-core itself has deprecated
                 warnings.simplefilter("ignore")
-                return ParallelPolicy(known, settings, kind, computing, self._parallel, self._device)
+                return ParallelPolicy(known, settings, kind, computing, self._parallel, layout, self._device)
 
         self._policy = made().train()
         spread = settings.spreads_optimizer(job.world.size)
-        self._ddp: Any = DistributedDataParallel(
-            self._policy.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
-                overlap_grad_reduce=settings.overlap_grad_reduce,
-                use_distributed_optimizer=spread,
-                average_in_collective=False,
-            ),
-            self._policy.lm,
-        )
-        self._masters = Masters(self._ddp, master, self._parallel, spread=spread)
+        self._ddps: list[Any] = [
+            DistributedDataParallel(
+                self._policy.config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
+                    overlap_grad_reduce=settings.overlap_grad_reduce,
+                    use_distributed_optimizer=spread,
+                    average_in_collective=False,
+                ),
+                lm,
+                disable_bucketing=place > 0,
+            )
+            for place, lm in enumerate(self._policy.models)
+        ]
+        named = self._policy.by_name()
+        elsewhere = frozenset(name for name in named if layout.home(name) != held.stage)
+        self._masters = Masters(self._ddps, named, master, held, spread=spread, counted_elsewhere=elsewhere)
         self._fill(self._policy, known.files, self._masters.put, master)
         self._reference = None
         if job.algorithm.needs_reference:
             self._reference = made().requires_grad_(False).eval()
             self._reference.replays = False
-            frozen = dict(self._reference.lm.named_parameters())
+            frozen = self._reference.by_name()
             self._fill(self._reference, known.files, lambda name, whole: frozen[name].copy_(whole), master)
         everywhere = {rule.parameter: rule.everywhere for rule in self._table.rules.values()}
-        self._updater = PieceUpdater(job, self._ddp, self._masters, everywhere, scaled=computing == torch.float16)
+        self._updater = PieceUpdater(job, self._ddps, self._masters, everywhere, scaled=computing == torch.float16)
         if job.resume is not None:
             state.put_back(job.resume, self._masters, self._updater, self._table, self._parallel, job.world)
         self._work = known.work
-        facts = known.facts
         if facts.expert_layers:
             self._load = ExpertLoad(len(facts.expert_layers), facts.experts, facts.top_k, self._device)
             self._policy.load = self._load
-        self._packer = PartPacker(self._masters, self._table, self._parallel, self._device)
+        self._packer = PartPacker(self._masters, self._table, layout, self._parallel, self._device)
+        self._pipeline = pipeline.Pipeline(self._parallel, laps, computing, self._device) if stages > 1 else None
         log.info(
-            "%s: %.2fM weights, computing in %s, attention %s, %d ranks a model%s, %d models%s%s",
+            "%s: %.2fM weights, computing in %s, attention %s, %d ranks a %s%s, %d models%s%s",
             type(known.config).__name__.removesuffix("Config"),
             known.parameters / 1e6,
             str(computing).removeprefix("torch."),
             kernels.WORDS[kind],
             self._parallel.tensor_size,
+            "model" if stages == 1 else f"stage of {stages} ({layout.described()})",
             ", rows spread over them" if settings.spreads_sequence() else "",
             self._parallel.data_size,
             ", moments spread over them" if spread else "",
-            f", {known.facts.experts} experts a layer over {experts.size} ranks" if known.facts.experts else "",
+            f", {facts.experts} experts a layer over {experts.size} ranks" if facts.experts else "",
         )
 
     @torch.no_grad()
     def _fill(self, policy: ParallelPolicy, files: Any, put: Callable[[str, Tensor], object], dtype: torch.dtype) -> None:
-        shapes = {name: tuple(parameter.shape) for name, parameter in policy.lm.named_parameters()}
-        state.fill(self._table, files, shapes.__getitem__, put, dtype, self._device)
+        shapes = {name: tuple(parameter.shape) for name, parameter in policy.by_name().items()}
+        state.fill(self._table, files, shapes, put, dtype, self._device)
 
     # ---- a step
 
@@ -138,16 +159,77 @@ class MegatronBackend(SteppingBackend):
         return row, self._policy.prepared(row, arrays.boundaries, told)
 
     def _row_of_many(self, last: bool) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = nullcontext() if last else self._ddp.no_sync()
+        return self._of_lap(0, last)
+
+    def _of_lap(self, lap: int, last: bool) -> AbstractContextManager[None]:
+        """Around a backward pass through one of this stage's stretches."""
+        context: AbstractContextManager[None] = nullcontext() if last else self._ddps[lap].no_sync()
         return context
 
     def _before_update(self) -> None:
-        """Gradients are summed over the ranks with other rows, and those of norms over the ranks of a model, too."""
-        finalize_model_grads([self._ddp])
+        """Gradients are summed over the ranks with other rows, those of norms over the ranks of a stage, too, and those of a
+        tied embedding over the first and the last stage."""
+        finalize_model_grads(self._ddps)
 
     @property
     def _counts(self) -> bool:
-        return self._parallel.tensor_rank == 0
+        """Of the ranks of a model, which have the same trajectories, the first one that computes losses."""
+        return self._parallel.tensor_rank == 0 and self._parallel.stage + 1 == self._parallel.stages
+
+    # ---- a step, on several stages
+
+    def _accumulate_all(
+        self, number: int, minibatch: Sequence[PreparedRow], counts: Denominators, spans: PhaseTimer, tally: MetricSums
+    ) -> None:  # fmt: skip
+        if self._pipeline is None:
+            super()._accumulate_all(number, minibatch, counts, spans, tally)
+            return
+        count, arranged = len(minibatch), [row.arrays for row in minibatch]
+
+        @contextmanager
+        def taking(place: int) -> Iterator[None]:
+            spans.at(number, place)
+            with spans.span("compute_kl"):
+                yield
+
+        references: Sequence[Tensor | None] = [None] * count
+        if self._reference is not None:
+            references = self._logprobs_of_rows(self._reference, arranged, taking)
+
+        def loss(place: int, row: rows.DeviceRow, logprob: Tensor, entropy: Tensor) -> Tensor:
+            entropy, old = self._entropy_for(entropy), minibatch[place].old
+            laid = row.packed(logprob, entropy, old=old, reference=references[place])
+            return self._updater.scaled(self._loss_of(laid, counts, tally))
+
+        passes = TrainedRows(
+            self._policy, arranged, self._on_device, self._job.trainer.entropy_chunk_size, self._job.support, number=number,
+            spans=spans, loss=loss, of_lap=self._of_lap, done=lambda place: self._tell_row(number, place, count),
+        )  # fmt: skip
+        self._pipeline.run(self._pipeline.order(count), passes)
+
+    def _logprobs_of_rows(
+        self, policy: Any, arranged: Sequence[packing.RowArrays], taking: Callable[[int], AbstractContextManager[None]]
+    ) -> list[Tensor | None]:  # fmt: skip
+        if self._pipeline is None:
+            return super()._logprobs_of_rows(policy, arranged, taking)
+        chunk, support = self._job.trainer.entropy_chunk_size, self._job.support
+        passes = ForwardRows(policy, arranged, self._on_device, chunk, support, taking=taking)
+        self._pipeline.run(self._pipeline.forwards(len(arranged)), passes)
+        return passes.logprobs
+
+    def _on_all_ranks(self, found: list[Tensor | None], arranged: Sequence[packing.RowArrays]) -> list[Tensor]:
+        known = [logprobs for logprobs in found if logprobs is not None]
+        if self._pipeline is None:
+            return known
+        counts = [int(arrays.mask.sum()) for arrays in arranged]
+        whole = torch.cat(known) if known else torch.empty(sum(counts), dtype=torch.float32, device=self._device)
+        return list(torch.split(self._pipeline.from_last(whole), counts))
+
+    def _after_rows(self, tally: MetricSums) -> None:
+        if self._pipeline is not None:
+            names = self._pipeline.told_by_last(tally.names)
+            if not self._pipeline.last:
+                tally.follow(names)
 
     # ---- weights and state
 

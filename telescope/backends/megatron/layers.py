@@ -103,9 +103,11 @@ def residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor 
 
 
 def layer_spec(
-    kind: Kind, windows: tuple[int | None, ...], scaling: float, width: int, facts: ModelDimensions, experts: ExpertPlace
-) -> Any:
-    """What megatron-core builds a block of layers from. `width`: of the MLP, over all ranks."""
+    kind: Kind, windows: tuple[int | None, ...], scaling: float, width: int, facts: ModelDimensions, experts: ExpertPlace, *,
+    first: int = 0,
+) -> Any:  # fmt: skip
+    """What megatron-core builds a block of layers from, which are the model's from layer `first` on, one a window. `width`: of
+    the MLP, over all ranks."""
     spread, own = (ModuleSpec(module=Norm, params={"spread": each}) for each in (True, False))
     core = partial(PackedAttention, attention.plain(kind), windows, scaling)
     dense = ModuleSpec(
@@ -144,5 +146,5 @@ def layer_spec(
         layer: SimpleNamespace(module=ExpertLayer, params={"facts": facts, "place": experts, "number": place})
         for layer, place in places.items()
     }
-    layers = [of(sparse.get(number, dense)) for number in range(len(windows))]
+    layers = [of(sparse.get(first + number, dense)) for number in range(len(windows))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spread)

@@ -8,7 +8,7 @@ to whole parameters. Refuses to know optimisers and names of Hugging Face.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,17 @@ class UpdatedPiece:
 
 
 class Masters:
-    """Of a model that megatron-core's DistributedDataParallel `ddp` holds."""
+    """Of the stretches of a model that megatron-core's DistributedDataParallel holds, each in one of `ddps`."""
 
-    def __init__(self, ddp: Any, dtype: torch.dtype, parallel: Parallel, *, spread: bool) -> None:
-        """`dtype`: what weights are updated in. `spread`: over the ranks with equal parts, as ddp spreads its buffers."""
-        self._ddp, self._parallel, self._spread = ddp, parallel, spread
-        self.dtype = dtype
-        self.parameters: dict[str, nn.Parameter] = dict(ddp.module.named_parameters())
+    def __init__(
+        self, ddps: Sequence[Any], parameters: Mapping[str, nn.Parameter], dtype: torch.dtype, parallel: Parallel, *,
+        spread: bool, counted_elsewhere: Set[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        """`parameters` by name. `dtype`: what weights are updated in. `spread`: over the ranks with equal parts, as buffers
+        are. `counted_elsewhere`: names of parameters that another stage has too, and counts and saves."""
+        self._ddps, self._parallel, self._spread = ddps, parallel, spread
+        self.dtype, self.counted_elsewhere = dtype, counted_elsewhere
+        self.parameters = dict(parameters)
         runs = self._runs() if self._spread else {name: (0, p.numel()) for name, p in self.parameters.items()}
         self.pieces = {name: self._piece(self.parameters[name], *run) for name, run in runs.items()}
 
@@ -60,7 +64,7 @@ class Masters:
     def _runs(self) -> dict[str, tuple[int, int]]:
         """By name; of a parameter that is all other ranks' there is none."""
         runs, names = {}, {parameter: name for name, parameter in self.parameters.items()}
-        for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers):
+        for buffer in (each for ddp in self._ddps for each in (*ddp.buffers, *ddp.expert_parallel_buffers)):
             for bucket in buffer.buckets:
                 copies = self.copies(names[bucket.params_list[0]])
                 share = bucket.grad_data.numel() // copies.size
@@ -108,8 +112,7 @@ class Masters:
         flat = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
         if piece is not None:
             flat[piece.start : piece.stop].copy_(of(piece).detach())
-        to = dist.get_global_rank(copies.group, owner)
-        dist.reduce(flat.view(torch.uint8), dst=to, op=dist.ReduceOp.SUM, group=copies.group)
+        dist.reduce(flat.view(torch.uint8), group_dst=owner, op=dist.ReduceOp.SUM, group=copies.group)
         return flat.view(parameter.shape) if mine else None
 
     @property
@@ -124,7 +127,8 @@ class Masters:
         if apart:
             torch._foreach_copy_([piece.computing for piece in apart], [piece.updated for piece in apart])
         if self._spread:
-            self._ddp.start_param_sync(force_sync=True)
+            for ddp in self._ddps:
+                ddp.start_param_sync(force_sync=True)
 
     # ---- gradients
 
@@ -133,12 +137,13 @@ class Masters:
 
     @torch.no_grad()
     def norm(self, everywhere: Mapping[str, bool]) -> Tensor:
-        """[] float32: of the gradient over all ranks, each parameter once. `everywhere`: by name, whether all ranks of a model
+        """[] float32: of the gradient over all ranks, each parameter once. `everywhere`: by name, whether all ranks of a stage
         have all of it. A collective."""
         first = self._parallel.tensor_rank == 0
 
         def counts(name: str) -> bool:
-            return (self._spread or self.copies(name).rank == 0) and (first or not everywhere[name])
+            once = self._spread or self.copies(name).rank == 0
+            return once and (first or not everywhere[name]) and name not in self.counted_elsewhere
 
         counted = [piece.gradient for name, piece in self.pieces.items() if counts(name)]
         total = torch.zeros((), dtype=torch.float32, device=next(iter(self.parameters.values())).device)

@@ -1,12 +1,15 @@
-"""Which ranks hold the model together (tensor parallelism), and which have equal parts of it and other rows (data parallelism).
+"""Which ranks hold matrices together (tensor parallelism), which have other layers of the same model (pipeline parallelism),
+and which have equal parts of it and other rows (data parallelism).
 
-Owns megatron-core's groups from start to end. Ranks 0 to T - 1 are the first whole model, and so on: neighbours share a host.
-Experts are dealt out over E neighbours of all ranks, whatever T is: whole matrices, so that ranks 0 to E - 1 have all of them.
+Owns megatron-core's groups from start to end. With T ranks a stage and P stages, ranks 0 to T - 1 are the first stage of the
+first model, and ranks 0 to T · P - 1 all of it: neighbours share a host. Experts are dealt out over E neighbours of all ranks,
+whatever T is, where there is one stage: whole matrices, so that ranks 0 to E - 1 have all of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -47,11 +50,19 @@ class Parallel:
     tensor_size: int
     tensor_rank: int
     tensor_group: dist.ProcessGroup
+    stages: int
+    stage: int
+    pipeline_group: dist.ProcessGroup
+    """Of the stages of one model, in order, as far as they have this rank's place in their matrices."""
+    pipes: tuple[dist.ProcessGroup, ...]
+    """Of the same ranks, one for each kind of message from stage to stage; none where there is one stage."""
     data_size: int
     data_rank: int
     data_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup
+    """Of all ranks of this rank's model, stage by stage."""
     mesh: DeviceMesh
-    """Of the ranks of this rank's whole model, in one dimension."""
+    """Of the ranks of this rank's stage, in one dimension."""
     experts: ExpertPlace
 
     def copies(self, *, of_expert: bool) -> Copies:
@@ -72,23 +83,35 @@ class Parallel:
         )  # fmt: skip
 
 
-def make_parallel(world: World, tensor_size: int, timeout_s: float, expert_size: int = 1) -> Parallel:
-    """A collective; torch.distributed is set up before. `tensor_size` and `expert_size` divide the number of ranks."""
+def make_parallel(
+    world: World, tensor_size: int, stages: int, pipes: int, timeout_s: float, expert_size: int = 1
+) -> Parallel:  # fmt: skip
+    """A collective; torch.distributed is set up before. `tensor_size` times `stages` divides the number of ranks, and so does
+    `expert_size`, which is 1 where there are several stages. `pipes`: kinds of messages that pass from stage to stage."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_size,
+        pipeline_model_parallel_size=stages,
         expert_model_parallel_size=expert_size,
-        expert_tensor_parallel_size=1,
+        # megatron-core wants as many ranks with equal experts as with equal matrices where there are stages
+        expert_tensor_parallel_size=1 if stages == 1 else tensor_size,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_s / 60,
+        order="tp-cp-ep-pp-dp",
     )
     tensor_group = parallel_state.get_tensor_model_parallel_group()
+    model = tensor_size * stages
     return Parallel(
         tensor_size=tensor_size,
         tensor_rank=world.rank % tensor_size,
         tensor_group=tensor_group,
-        data_size=world.size // tensor_size,
-        data_rank=world.rank // tensor_size,
+        stages=stages,
+        stage=world.rank % model // tensor_size,
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        pipes=_make_pipes(world, tensor_size, stages, pipes, timeout_s) if stages > 1 else (),
+        data_size=world.size // model,
+        data_rank=world.rank // model,
         data_group=parallel_state.get_data_parallel_group(),
+        model_group=parallel_state.get_model_parallel_group(),
         mesh=_mesh(tensor_group, world),
         experts=_expert_place(world),
     )
@@ -104,6 +127,21 @@ def _expert_place(world: World) -> ExpertPlace:
         copies=Copies(others.size(), others.rank(), others),
         mesh=_mesh(group, world),
     )
+
+
+def _make_pipes(world: World, tensor_size: int, stages: int, pipes: int, timeout_s: float) -> tuple[dist.ProcessGroup, ...]:
+    """Groups of their own: within one, NCCL lets a message wait for the one before, in whichever direction that goes."""
+    model = tensor_size * stages
+    pipelines = [
+        [first + stage * tensor_size + place for stage in range(stages)]
+        for first in range(0, world.size, model)
+        for place in range(tensor_size)
+    ]
+    found = []
+    for _ in range(pipes):
+        groups = {tuple(members): dist.new_group(members, timeout=timedelta(seconds=timeout_s)) for members in pipelines}
+        found.append(next(group for members, group in groups.items() if world.rank in members))
+    return tuple(found)
 
 
 def _mesh(group: dist.ProcessGroup, world: World) -> DeviceMesh:

@@ -1,7 +1,8 @@
 """A megatron-core model as a policy: packed rows in, log-probs and entropies of sampled tokens out.
 
-Owns the forward pass. Its layers are run here one by one rather than by megatron-core's block, whose own way to compute layers
-again looks after random states that nothing here needs. Refuses losses, optimisers and files.
+Owns the forward pass, whole or a stretch of layers at a time. Its layers are run here one by one rather than by megatron-core's
+block, whose own way to compute layers again looks after random states that nothing here needs. Refuses losses, optimisers and
+files, and what passes between stages.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from telescope.backends.megatron.architecture import Architecture, core_config
 from telescope.backends.megatron.experts import ExpertLayer
 from telescope.backends.megatron.layers import AttentionRow, layer_spec
 from telescope.backends.megatron.parallel import Parallel
+from telescope.backends.megatron.stages import StageLayout, Stretch
 from telescope.maths.support import WHOLE, Support
 
 if TYPE_CHECKING:
@@ -49,16 +51,18 @@ class ParallelRow:
 
 
 class ParallelPolicy(nn.Module):
-    """`lm` is megatron-core's model of this rank's parts, its parameters without values yet."""
+    """`models` are megatron-core's, one a stretch of layers that this stage has, of this rank's parts of their matrices, their
+    parameters without values yet. Each takes itself for a whole model, however many stages there are."""
 
     def __init__(
         self, architecture: Architecture, settings: Megatron, kind: Kind, computing: torch.dtype, parallel: Parallel,
-        device: str,
+        layout: StageLayout, device: str,
     ) -> None:  # fmt: skip
         super().__init__()
         facts = architecture.facts
         self.config = core_config(architecture, settings, computing)
         self.kind: Kind = kind
+        self._architecture, self._layout, self._stretches = architecture, layout, layout.of(parallel.stage)
         self._parallel, self._device, self._computing = parallel, device, computing
         self._spread = bool(self.config.sequence_parallel)
         self._rotation = architecture.rotation.to(device)
@@ -66,34 +70,53 @@ class ParallelPolicy(nn.Module):
         self._again: dict[str, Any] | None = None if kept == "none" else checkpoint_arguments(kept)
         group = parallel.tensor_group if parallel.tensor_size > 1 else None
         self._vocabulary = vocabulary.cut(facts.vocabulary, parallel.tensor_rank, parallel.tensor_size, group)
-        width = architecture.config.intermediate_size
         self.load: ExpertLoad | None = None
         """Where training counts what its experts get."""
         self.replays = True
         """Whether recorded choices are followed: a model that is only compared with routes by itself."""
-        spec = layer_spec(kind, architecture.windows, facts.head_dim**-0.5, width, facts, parallel.experts)
-        self.lm: Any = GPTModel(
+        self.models = nn.ModuleList(self._made(stretch) for stretch in self._stretches)
+
+    def _made(self, stretch: Stretch) -> Any:
+        architecture, facts = self._architecture, self._architecture.facts
+        windows = architecture.windows[stretch.first : stretch.first + stretch.layers]
+        width = architecture.config.intermediate_size
+        spec = layer_spec(
+            self.kind, windows, facts.head_dim**-0.5, width, facts, self._parallel.experts, first=stretch.first
+        )  # fmt: skip
+        lm: Any = GPTModel(
             config=self.config,
             transformer_layer_spec=spec,
-            vocab_size=self._vocabulary.each * parallel.tensor_size,
+            vocab_size=self._vocabulary.each * self._parallel.tensor_size,
             max_sequence_length=architecture.config.max_position_embeddings,
+            pre_process=stretch.begins,
+            post_process=stretch.ends,
             position_embedding_type="none",  # attention turns queries and keys itself
             share_embeddings_and_output_weights=facts.tied,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
+        if facts.tied and stretch.begins != stretch.ends:  # in a bucket of its own, so that both stages spread it alike
+            lm.shared_embedding_or_output_weight().shared_embedding = True
+        return lm
+
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """This stage's parameters by megatron-core's name in a model that is not cut."""
+        return {
+            self._layout.name(stretch, name): parameter
+            for stretch, lm in zip(self._stretches, self.models, strict=True)
+            for name, parameter in lm.named_parameters()
+        }
 
     def prepared(self, row: DeviceRow, boundaries: np.ndarray, routing: RowRouting | None = None) -> ParallelRow:
         """boundaries [S + 1]: segment s is tokens boundaries[s] to boundaries[s + 1]. A row that is shared out over ranks is
         filled up with one more segment, which nobody looks at."""
         ids, positions = row.ids, row.position_ids
-        size = self._parallel.tensor_size if self._spread else 1
-        if missing := -ids.shape[1] % size:
+        if missing := -ids.shape[1] % self._shares:
             ids = torch.nn.functional.pad(ids, (0, missing))
             positions = torch.cat([positions, sent(np.arange(missing)[None], self._device)], dim=1)
             boundaries = np.append(boundaries, boundaries[-1] + missing)
             routing = None if routing is None else routing.padded(missing)
         if routing is not None and self._spread:
-            share = ids.shape[1] // size
+            share = ids.shape[1] // self._shares
             routing = routing.part(slice(self._parallel.tensor_rank * share, (self._parallel.tensor_rank + 1) * share))
         segments = attention.segments(self.kind, boundaries, self._device)
         cos, sin = self._rotation(torch.empty(0, dtype=self._computing, device=self._device), positions)
@@ -106,9 +129,39 @@ class ParallelPolicy(nn.Module):
             routing,
         )
 
+    @property
+    def _shares(self) -> int:
+        """Ranks that a row's tokens are cut over."""
+        return self._parallel.tensor_size if self._spread else 1
+
+    def passing_shape(self, tokens: int) -> tuple[int, ...]:
+        """Of what passes from a layer to the next on this rank, of a row of so many tokens."""
+        return -(-tokens // self._shares), 1, int(self.config.hidden_size)
+
     def forward(self, given: ParallelRow, chunk: int, support: Support = WHOLE) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [n] of the sampled tokens, float32, the same on all ranks of the model. A collective."""
-        hidden = self._final_states(given)  # [T, 1, H], or this rank's share of the tokens
+        """Log-probs and entropies [n] of the sampled tokens, float32, the same on all ranks of the model, which is all on one
+        stage. A collective."""
+        return self.taken(given, self.passed(0, given, None), chunk, support)
+
+    def ends(self, lap: int) -> bool:
+        """Whether this stage's stretch `lap` is the model's last."""
+        return self._stretches[lap].ends
+
+    def passed(self, lap: int, given: ParallelRow, entering: Tensor | None) -> Tensor:
+        """[T, 1, H], or this rank's share of the tokens: through this stage's stretch `lap`. `entering`: the same before it;
+        None where the model begins. A collective of the stage."""
+        lm: Any = self.models[lap]
+        if entering is None:
+            entering = lm.embedding.word_embeddings(given.ids)
+            if not self._spread:
+                entering = entering.transpose(0, 1).contiguous()
+        hidden = entering
+        for layer in lm.decoder.layers:
+            hidden = self._of_layer(layer, hidden, given)
+        return lm.decoder.final_layernorm(hidden) if self.ends(lap) else hidden
+
+    def taken(self, given: ParallelRow, hidden: Tensor, chunk: int, support: Support = WHOLE) -> tuple[Tensor, Tensor]:
+        """As `forward`, from what leaves the model's last stretch. A collective of the last stage."""
         group = self._parallel.tensor_group
         if self._spread:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
@@ -122,19 +175,11 @@ class ParallelPolicy(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """[rows of this rank, filled up; H]."""
-        embedding: Tensor = self.lm.embedding.word_embeddings.weight
-        own: Tensor | None = self.lm.output_layer.weight
-        return embedding if own is None else own
-
-    def _final_states(self, given: ParallelRow) -> Tensor:
-        hidden = self.lm.embedding.word_embeddings(given.ids)
-        if not self._spread:
-            hidden = hidden.transpose(0, 1).contiguous()
-        for layer in self.lm.decoder.layers:
-            hidden = self._of_layer(layer, hidden, given)
-        final: Tensor = self.lm.decoder.final_layernorm(hidden)
-        return final
+        """[rows of this rank, filled up; H], on the last stage."""
+        lm: Any = self.models[-1]
+        own: Tensor | None = lm.output_layer.weight
+        weight: Tensor = lm.embedding.word_embeddings.weight if own is None else own
+        return weight
 
     def _of_layer(self, layer: Any, hidden: Tensor, given: ParallelRow) -> Tensor:
         load = self.load if torch.is_grad_enabled() else None  # what is not trained is not counted

@@ -1,8 +1,8 @@
 """From the ranks' parts to whole Hugging Face tensors in flat buckets, on rank 0 of the trainer.
 
-Owns the exchange: the ranks of the first whole model send their parts of a bucket, already cast, and rank 0 puts them in
-place; so do the first ranks that have all experts together, which may be of several models. A bucket is all that exists whole
-at a time.
+Owns the exchange: those ranks of the first whole model that have parts of a bucket send them, already cast, and rank 0 puts
+them in place; so do the first ranks that have all experts together, which may be of several models. A bucket is all that exists
+whole at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from telescope.backends.common.flat_buckets import view_in
 from telescope.backends.megatron.masters import Masters, UpdatedPiece
 from telescope.backends.megatron.parallel import Parallel
 from telescope.backends.megatron.rules import TensorMap
+from telescope.backends.megatron.stages import StageLayout
 from telescope.records import TensorSpec
 from telescope.weights.buckets import ITEM_BYTES, Bucket, ModelTensor, aligned
 
@@ -25,8 +26,13 @@ from telescope.weights.buckets import ITEM_BYTES, Bucket, ModelTensor, aligned
 class PartPacker:
     """`pack` is a collective."""
 
-    def __init__(self, masters: Masters, table: TensorMap, parallel: Parallel, device: str) -> None:
+    def __init__(self, masters: Masters, table: TensorMap, layout: StageLayout, parallel: Parallel, device: str) -> None:
+        """A collective."""
         self._masters, self._table, self._parallel, self._device = masters, table, parallel, device
+        self._homes = {own: layout.home(table.of[where.tensor][0].parameter) for own, where in table.files.items()}
+        """Stages by tensor of a model's files."""
+        if parallel.model_group.size() > 1:  # with NCCL all ranks of a group have to meet before two of them can talk
+            dist.all_reduce(torch.zeros(1, device=device), group=parallel.model_group)
 
     def layout(self) -> Sequence[ModelTensor]:
         dtype = str(self._masters.dtype).removeprefix("torch.")
@@ -34,27 +40,31 @@ class PartPacker:
 
     @torch.no_grad()
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
-        found = self._parts(bucket)
-        of_experts = [spec for spec in bucket.specs if self._table.files[spec.name].expert is not None]
-        if of_experts and self._parallel.experts.copies.rank == 0:
+        found, parallel = self._parts(bucket), self._parallel
+        of_experts = [spec for spec in bucket.specs if self._is_expert(spec)]
+        if of_experts and parallel.experts.copies.rank == 0:
             self._gather_experts(of_experts, found, bucket.start, out)
-        if self._parallel.data_rank:
+        if parallel.data_rank:
             return
-        others = [spec for spec in bucket.specs if self._table.files[spec.name].expert is None]
-        spread = [spec for spec in others if self._parallel.tensor_size > 1 and self._dim(spec) is not None]
-        if spread:
-            self._gather(spread, found, bucket.start, out)
-        if out is not None:
-            names = {spec.name for spec in spread}
-            for spec in others:
-                if spec.name not in names:
-                    view_in(out, bucket.start, spec).copy_(found[spec.name])
+        mine = self._message(bucket, parallel.stage, parallel.tensor_rank)
+        if parallel.stage or parallel.tensor_rank:
+            self._send(mine, found)
+            return
+        assert out is not None
+        arrived = self._received(bucket)
+        for spec, _ in mine:
+            self._put(view_in(out, bucket.start, spec), spec, 0, found[spec.name])
+        for tensor_rank, message, flat in arrived:
+            for spec, place in message:
+                part = _piece(flat, place, spec, self._part_shape(spec, tensor_rank))
+                self._put(view_in(out, bucket.start, spec), spec, tensor_rank, part)
 
     def _parts(self, bucket: Bucket) -> dict[str, Tensor]:
-        """This rank's, of each tensor of the bucket. Empty on ranks that have none to send."""
+        """This rank's, of each tensor of the bucket that its stage sends. Empty on ranks that have none to send."""
         found: dict[str, Tensor] = {}
         table = self._table
-        for name in dict.fromkeys(table.of[table.files[spec.name].tensor][0].parameter for spec in bucket.specs):
+        here = [table.files[spec.name].tensor for spec in bucket.specs if self._homes[spec.name] == self._parallel.stage]
+        for name in dict.fromkeys(table.of[each][0].parameter for each in here):
             rule, local = table.rules[name], self._local(name, bucket)
             if local is None:
                 continue
@@ -101,36 +111,74 @@ class PartPacker:
             for spec, rank, place in places:
                 view_in(out, start, spec).copy_(_piece(every[rank], place, spec, spec.shape))
 
+    # ---- messages: parts of tensors one after another, and where each begins
+
+    def _message(self, bucket: Bucket, stage: int, tensor_rank: int) -> list[tuple[TensorSpec, int]]:
+        """What a rank has to send of a bucket beside experts. What all ranks of its stage have, the first of them sends."""
+        found, end = [], 0
+        for spec in bucket.specs:
+            if self._is_expert(spec) or self._homes[spec.name] != stage:
+                continue
+            if tensor_rank == 0 or self._dim(spec) is not None:
+                found.append((spec, end))
+                end = aligned(end + self._nbytes(spec, tensor_rank))
+        return found
+
+    def _flat(self, message: list[tuple[TensorSpec, int]], tensor_rank: int) -> Tensor:
+        spec, place = message[-1]
+        return torch.empty(aligned(place + self._nbytes(spec, tensor_rank)), dtype=torch.uint8, device=self._device)
+
+    def _send(self, message: list[tuple[TensorSpec, int]], found: dict[str, Tensor]) -> None:
+        if not message:
+            return
+        flat = self._flat(message, self._parallel.tensor_rank)
+        for spec, place in message:
+            part = found[spec.name]
+            _piece(flat, place, spec, tuple(part.shape)).copy_(part)
+        _exchange([dist.P2POp(dist.isend, flat, group=self._parallel.model_group, group_peer=0)])
+
+    def _received(self, bucket: Bucket) -> list[tuple[int, list[tuple[TensorSpec, int]], Tensor]]:
+        """(place in its stage, message, bytes) of all other ranks that have something."""
+        size, found, operations = self._parallel.tensor_size, [], []
+        for rank in range(1, size * self._parallel.stages):
+            if message := self._message(bucket, rank // size, rank % size):
+                flat = self._flat(message, rank % size)
+                found.append((rank % size, message, flat))
+                operations.append(dist.P2POp(dist.irecv, flat, group=self._parallel.model_group, group_peer=rank))
+        _exchange(operations)
+        return found
+
+    def _put(self, whole: Tensor, spec: TensorSpec, tensor_rank: int, part: Tensor) -> None:
+        dim = self._dim(spec)
+        if dim is None:
+            whole.copy_(part)
+            return
+        each = -(-spec.shape[dim] // self._parallel.tensor_size)
+        whole.narrow(dim, tensor_rank * each, part.shape[dim]).copy_(part)
+
+    def _is_expert(self, spec: TensorSpec) -> bool:
+        return self._table.files[spec.name].expert is not None
+
     def _dim(self, spec: TensorSpec) -> int | None:
         return self._table.of[spec.name][1].dim
 
-    def _gather(self, specs: Sequence[TensorSpec], found: dict[str, Tensor], start: int, out: Tensor | None) -> None:
-        size = self._parallel.tensor_size
-        places, end = [], 0
-        for spec in specs:
-            places.append(end)
-            end = aligned(end + _largest(spec, self._dim(spec), size))
-        message = torch.zeros(end, dtype=torch.uint8, device=self._device)
-        for spec, place in zip(specs, places, strict=True):
-            part = found[spec.name]
-            _piece(message, place, spec, tuple(part.shape)).copy_(part)
-        every = [torch.empty_like(message) for _ in range(size)] if out is not None else None
-        dist.gather(message, every, dst=0, group=self._parallel.tensor_group)
-        if out is None or every is None:
-            return
-        for spec, place in zip(specs, places, strict=True):
-            dim = self._dim(spec)
-            assert dim is not None
-            whole, each = view_in(out, start, spec), -(-spec.shape[dim] // size)
-            for rank, sent in enumerate(every):
-                here = whole.narrow(dim, rank * each, min(each, spec.shape[dim] - rank * each))
-                here.copy_(_piece(sent, place, spec, tuple(here.shape)))
+    def _part_shape(self, spec: TensorSpec, tensor_rank: int) -> tuple[int, ...]:
+        """As `torch.chunk` cuts it."""
+        dim = self._dim(spec)
+        if dim is None:
+            return spec.shape
+        each = -(-spec.shape[dim] // self._parallel.tensor_size)
+        count = min(each, spec.shape[dim] - tensor_rank * each)
+        return tuple(count if axis == dim else length for axis, length in enumerate(spec.shape))
+
+    def _nbytes(self, spec: TensorSpec, tensor_rank: int) -> int:
+        return math.prod(self._part_shape(spec, tensor_rank)) * ITEM_BYTES[spec.dtype]
 
 
-def _largest(spec: TensorSpec, dim: int | None, size: int) -> int:
-    """Bytes of the largest part of any rank."""
-    assert dim is not None
-    return spec.nbytes // spec.shape[dim] * -(-spec.shape[dim] // size)
+def _exchange(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
 
 def _piece(message: Tensor, place: int, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:

@@ -5,14 +5,14 @@ reader. `model.<name>`, `optimizer.<name>.<kind>`, `trainer.counters` (JSON), an
 telescope.backends.fsdp.state.
 
 Owns the way from the ranks' pieces to these tensors, one parameter at a time: of each, one of the ranks that share it out (the
-data-parallel ones, or those with the same experts) gets all that belongs to its rank of the model, and writes it.
+data-parallel ones, or those with the same experts) gets all that belongs to its place in a model, and writes it.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,17 +39,22 @@ READ_AT_ONCE = 1 << 30
 
 
 def fill(
-    table: TensorMap, files: ModelCheckpoint, shapes: Callable[[str], tuple[int, ...]], put: Callable[[str, Tensor], object],
+    table: TensorMap, files: ModelCheckpoint, shapes: Mapping[str, tuple[int, ...]], put: Callable[[str, Tensor], object],
     dtype: torch.dtype, device: str,
 ) -> None:  # fmt: skip
     """Read this rank's parts of a model's own files, one parameter after another, and hand each to `put`, by megatron-core's
-    name. shapes: of a parameter as it lies here. Raises `UnfitModel`."""
+    name. shapes: of the parameters that are here, as they lie here. Raises `UnfitModel`."""
     with TensorFiles(files) as reader:
-        for rule in table.rules.values():
+        for rule in _here(table, shapes):
             parts = {part.name: _read(reader, table, part.name).to(device, dtype) for part in rule.parts}
-            whole = torch.empty(shapes(rule.parameter), dtype=dtype, device=device)
+            whole = torch.empty(shapes[rule.parameter], dtype=dtype, device=device)
             table.join(rule, parts, whole)
             put(rule.parameter, whole)
+
+
+def _here(table: TensorMap, names: Container[str]) -> list[Rule]:
+    """The rules of a stage's parameters."""
+    return [rule for rule in table.rules.values() if rule.parameter in names]
 
 
 def _read(reader: TensorFiles, table: TensorMap, name: str) -> Tensor:
@@ -76,10 +81,10 @@ def _read_experts(reader: TensorFiles, table: TensorMap, name: str) -> Tensor:
 def gathered(
     masters: Masters, updater: PieceUpdater, table: TensorMap, parallel: Parallel, world: World, *, training_state: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """What this rank writes, made as it is asked for: to the end, by all ranks, as it holds collectives. `training_state`: all;
-    else the weights alone."""
+    """What this rank writes, made as it is asked for: to the end, by all ranks, as it holds collectives. What two stages have,
+    the first one writes. `training_state`: all; else the weights alone."""
     kinds = _kinds(masters, updater) if training_state else _kinds(masters, None)
-    for number, rule in enumerate(table.rules.values()):
+    for number, rule in enumerate(_here(table, masters.parameters.keys() - masters.counted_elsewhere)):
         owner = number % masters.copies(rule.parameter).size
         for name, of, dtype in kinds:
             whole = masters.whole(rule.parameter, of, dtype, owner)
@@ -140,7 +145,7 @@ def put_back(
 def _put(
     reader: ShardReader, masters: Masters, table: TensorMap, parallel: Parallel, key: str, put: Callable[[str, Tensor], None]
 ) -> None:
-    for batch in _batches(list(table.rules.values()), masters):
+    for batch in _batches(_here(table, masters.parameters), masters):
         device = masters.parameters[batch[0].parameter].device
         names = [part.name for rule in batch for part in rule.parts]
         parts = {name: torch.empty(table.part_shape(name), dtype=masters.dtype, device=device) for name in names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ SMALL = 1e-6
 
 
 class PieceUpdater(Updater):
-    """Of all parameters of a model. Weight decay is for matrices alone."""
+    """Of all parameters that this stage has. Weight decay is for matrices alone."""
 
-    def __init__(self, job: Job, ddp: Any, masters: Masters, everywhere: Mapping[str, bool], *, scaled: bool) -> None:
-        """`everywhere`: by parameter, whether all ranks of a model have all of it."""
+    def __init__(
+        self, job: Job, ddps: Sequence[Any], masters: Masters, everywhere: Mapping[str, bool], *, scaled: bool
+    ) -> None:  # fmt: skip
+        """`everywhere`: by parameter, whether all ranks of a stage have all of it."""
         super().__init__(job, scaled=scaled)
-        self._ddp, self._masters, self._everywhere = ddp, masters, everywhere
+        self._ddps, self._masters, self._everywhere = ddps, masters, everywhere
         self.steps = 0.0
         """Updates that moved the weights."""
         trainer = job.trainer
@@ -54,7 +56,8 @@ class PieceUpdater(Updater):
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self._ddp.zero_grad_buffer()
+        for ddp in self._ddps:
+            ddp.zero_grad_buffer()
 
     @property
     def began(self) -> bool:

@@ -1,9 +1,10 @@
 """A small HTTP/1.1 server on the worker's event loop, for agent programs on the same machine; h11 speaks the protocol.
 
-    connection ─▶ request, whole ─▶ answer(request) ─▶ response, whole ─▶ next request of the connection
+    connection ─▶ head ─▶ turn_away(path) ─▶ request, whole ─▶ answer(request) ─▶ response, whole ─▶ next request
 
-Owns limits of size and time, and the end of a request whose client has gone: its answer is cancelled. Refuses to know what is
-asked for. Loopback only: whoever may connect may generate.
+Owns limits of size and time, and the end of a request whose client has gone: its answer is cancelled. Any user of the machine
+can connect: until a connection has asked for a path that is served, nothing but a head is read of it, in a short time, and of
+such connections there are few. Refuses to know what is asked for. Loopback only: whoever knows a path may generate.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_HEAD_BYTES = 64 * 1024
 MAX_BODY_BYTES = 32 * 1024 * 1024
+FIRST_HEAD_S = 15.0
+"""For the first head of a connection."""
 IDLE_S = 300.0
-"""A connection without a request is closed after this."""
+"""A connection without another request is closed after this."""
+MAX_STRANGERS = 512
+"""Connections that have asked for nothing that is served yet. One more closes the oldest: a program's head comes at once."""
 BODY_S = 60.0
 """For a request to arrive whole once it has begun, and for a response to be taken."""
 READ = 64 * 1024
@@ -45,6 +50,8 @@ class HttpResponse:
 
 Answer = Callable[[HttpRequest], Coroutine[None, None, HttpResponse]]
 """Raises nothing but cancellation."""
+TurnAway = Callable[[str], HttpResponse | None]
+"""What a request gets by its path alone, its body unread; None where it is to be answered."""
 
 
 class ClientGone(Exception):
@@ -63,19 +70,27 @@ class HttpServer:
         self.port: int = server.sockets[0].getsockname()[1]
 
     @staticmethod
-    async def start(answer: Answer, host: str = LOOPBACK) -> HttpServer:
+    async def start(answer: Answer, turn_away: TurnAway, host: str = LOOPBACK) -> HttpServer:
         """Raises OSError where no port can be had."""
         connections: set[asyncio.Task[None]] = set()
+        strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
 
         async def handle_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
             assert task is not None
             connections.add(task)
+            if len(strangers) >= MAX_STRANGERS:
+                oldest = next(iter(strangers))
+                del strangers[oldest]
+                oldest.cancel()
+            strangers[task] = None
+            connection = HttpConnection(reader, writer, answer, turn_away, lambda: strangers.pop(task, None))
             try:
-                await HttpConnection(reader, writer, answer).serve()
-            except asyncio.CancelledError:  # `close`; asyncio's own callback would complain of it
+                await connection.serve()
+            except asyncio.CancelledError:  # `close`, or too many; asyncio's own callback would complain of it
                 pass
             finally:
+                strangers.pop(task, None)
                 connections.discard(task)
                 writer.close()
 
@@ -90,31 +105,48 @@ class HttpServer:
 
 
 class HttpConnection:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
-        self._reader, self._writer, self._answer = reader, writer, answer
+    """`known` is called once it has asked for what is served."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        answer: Answer,
+        turn_away: TurnAway,
+        known: Callable[[], object],
+    ) -> None:
+        self._reader, self._writer, self._answer, self._turn_away = reader, writer, answer, turn_away
+        self._known = known
         self._early = b""
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
 
     async def serve(self) -> None:
         try:
-            while await self._serve_one():
+            limit_s = FIRST_HEAD_S
+            while await self._serve_one(limit_s):
                 self._http.start_next_cycle()
+                limit_s = IDLE_S
         except (ClientGone, ConnectionError, TimeoutError, h11.RemoteProtocolError) as error:
             log.debug("a connection of an agent program has ended: %s", error)
 
-    async def _serve_one(self) -> bool:
-        """Serve one request. Whether the connection may have another."""
-        async with asyncio.timeout(IDLE_S):
+    async def _serve_one(self, limit_s: float) -> bool:
+        """Serve one request, whose head comes within `limit_s`. Whether the connection may have another."""
+        async with asyncio.timeout(limit_s):
             head = await self._next_event()
         if not isinstance(head, h11.Request):
             return False
+        path = head.target.decode("ascii", "replace")
+        if (refusal := self._turn_away(path)) is not None:
+            await self._send(refusal)
+            return False
+        self._known()
         try:
             async with asyncio.timeout(BODY_S):
                 body = await self._read_body()
         except BodyTooLarge:
             await self._send(HttpResponse(413, TOO_LARGE))
             return False
-        request = HttpRequest(head.method.decode(), head.target.decode("ascii", "replace"), body)
+        request = HttpRequest(head.method.decode(), path, body)
         await self._send(await self._answer_while_connected(self._answer(request)))
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 

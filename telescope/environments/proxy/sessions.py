@@ -34,6 +34,8 @@ from telescope.environments.tools.call_parsers import CallFormat, ParsedCall, is
 
 log = logging.getLogger(__name__)
 
+OVER = "there is no rollout at this address: it may be over"
+
 
 @dataclass
 class _Conversation:
@@ -194,7 +196,7 @@ class Proxy:
 
     async def start(self) -> None:
         """Listen. Raises OSError where no port can be had."""
-        self._server = await HttpServer.start(self._answer)
+        self._server = await HttpServer.start(self._answer, self._turn_away)
 
     async def close(self) -> None:
         for session in tuple(self._sessions.values()):
@@ -235,17 +237,23 @@ class Proxy:
             log.exception("a request of an agent program failed")
             return chat_completions.write_error(ChatRefused(500, f"{type(error).__name__}: {error}"))
 
+    def _turn_away(self, path: str) -> HttpResponse | None:
+        secret, _ = _split_path(path)
+        if secret == self._common or secret in self._sessions:
+            return None
+        return chat_completions.write_error(ChatRefused(404, OVER))
+
     async def _route(self, request: HttpRequest) -> HttpResponse:
-        secret, _, route = request.path.partition("?")[0].strip("/").partition("/")
-        common = secret == self._common
-        if not common and secret not in self._sessions:
-            raise ChatRefused(404, "there is no rollout at this address: it may be over")
+        secret, route = _split_path(request.path)
         match request.method, route:
             case "POST", "v1/chat/completions":
                 asked = chat_completions.read_request(request.body)
+                common = secret == self._common
                 session = self._sessions.get(asked.model if common else secret)
-                if session is None:
+                if session is None and common:
                     raise ChatRefused(404, f"there is no rollout of the model {asked.model!r}: it may be over", param="model")
+                if session is None:  # it ended while the request came
+                    raise ChatRefused(404, OVER)
                 answer = await session.complete(asked)
                 number = secrets.token_hex(8)
                 if asked.stream:
@@ -255,6 +263,12 @@ class Proxy:
                 return chat_completions.write_models()
             case _:
                 raise ChatRefused(404, f"{request.method} /{route} is not served: chat/completions and models are")
+
+
+def _split_path(path: str) -> tuple[str, str]:
+    """The secret and the route behind it."""
+    secret, _, route = path.partition("?")[0].strip("/").partition("/")
+    return secret, route
 
 
 async def _say(line: _Conversation, turns: Sequence[Mapping[str, Any]], request: ChatRequest) -> str:

@@ -14,6 +14,7 @@ import os
 import resource
 import select
 import signal
+import stat
 import struct
 import sys
 import time
@@ -107,13 +108,13 @@ class Agent:
         path = str(header["path"])
         with self.as_guest():
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            with open(path, "wb", opener=no_waiting) as file:
+            with open(path, "wb", opener=open_regular) as file:
                 file.write(body)
         return ({"ok": True},)
 
     def do_get(self, header: dict[str, object], body: bytes) -> tuple[dict[str, object], bytes]:
         most = int(str(header["most"]))
-        with self.as_guest(), open(str(header["path"]), "rb", opener=no_waiting) as file:  # no FIFO can hold it up
+        with self.as_guest(), open(str(header["path"]), "rb", opener=open_regular) as file:
             return {"ok": True}, file.read(most + 1) or b""
 
     @contextlib.contextmanager
@@ -279,8 +280,13 @@ def forbid(program: bytes) -> None:
         raise OSError(ctypes.get_errno(), "the kernel takes no filter of system calls")
 
 
-def no_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+def open_regular(path: str, flags: int) -> int:
+    """Waits for no pipe's other end. Raises OSError for all that is not a regular file."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError("it is not a regular file")
+    return fd
 
 
 if __name__ == "__main__":

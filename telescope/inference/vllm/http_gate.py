@@ -11,7 +11,7 @@ import hmac
 import ipaddress
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,24 @@ ALLOWED = {
 """The routes of docs/inference.md with their methods. vLLM has dozens more, and each version adds some."""
 OPEN = frozenset({"/health"})
 """Asked without the key, by whatever watches a machine; it says nothing but that the process lives."""
-BODY_BYTES = 16 * 2**20
+FIELDS = frozenset({
+    "add_generation_prompt", "add_special_tokens", "best_of", "chat_template_kwargs", "continue_final_message", "echo",
+    "frequency_penalty", "ignore_eos", "include_reasoning", "include_stop_str_in_output", "logit_bias", "logprobs",
+    "max_completion_tokens", "max_tokens", "messages", "metadata", "min_p", "min_tokens", "model", "n",
+    "parallel_tool_calls", "presence_penalty", "priority", "prompt", "prompt_logprobs", "reasoning_effort",
+    "repetition_penalty", "request_id", "response_format", "return_token_ids", "return_tokens_as_token_ids", "seed",
+    "service_tier", "skip_special_tokens", "stop", "stop_token_ids", "store", "stream", "stream_options", "temperature",
+    "tool_choice", "tools", "top_k", "top_logprobs", "top_p", "truncate_prompt_tokens", "user",
+})  # fmt: skip
+"""What a body may ask for. Anything else of vLLM's might cost more than the tokens that are sampled: a grammar of one line
+holds each step of the engine, and so each rollout, for tenths of a second."""
+STOPS = 64
+"""Each is looked for in each token's text."""
+BODY_BYTES = 4 * 2**20
+"""Some 16 prompts of 64,000 token ids."""
+BODIES_BYTES, BODIES_S = 8 * 2**20, 8.0
+"""Of all bodies that are read, or have been within so many seconds: strangers hold no more memory than that, and no more than
+the one by the other, 1 MiB a second, is parsed on the event loop that the engine answers rollouts on."""
 BODY_S = 30.0
 """From a request's head to the end of its body."""
 WAIT_S = 120.0
@@ -67,6 +84,7 @@ class HttpGate:
     def __init__(self, application: Application, rules: GateRules) -> None:
         self._application, self._rules = application, rules
         self._free = rules.sequences
+        self._bytes_free = BODIES_BYTES
         self._freed = asyncio.Condition()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -81,9 +99,10 @@ class HttpGate:
             if scope["method"] == "GET":
                 await self._application(scope, receive, send)
                 return
-            body = self._check_body(await _read_body(receive))
+            body = self._check_body(await self._read_body(scope, receive))
+            data = json.dumps(body).encode()
             async with self._places(count_sequences(body)):
-                await self._application(_with_length(scope, body), _replay(body, receive), send)
+                await self._application(_with_length(scope, len(data)), _replay(data, receive), send)
         except Refused as refused:
             await _answer(send, refused)
 
@@ -110,6 +129,7 @@ class HttpGate:
             raise Refused(400, f"the body is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise Refused(400, "the body is not a JSON object")
+        _check_fields({name: value for name, value in body.items() if value is not None})
         # by what is not given, since vLLM reads "1", 1.0 and even false as numbers
         if self._rules.adapters and (body.get("prompt_logprobs") is not None or body.get("echo") not in (None, False)):
             raise Refused(
@@ -129,20 +149,65 @@ class HttpGate:
             body.pop("priority", None)
         return body
 
-    @asynccontextmanager
-    async def _places(self, wanted: int) -> AsyncIterator[None]:
+    async def _read_body(self, scope: Message, receive: Receive) -> bytes:
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        asked = int(length) if length.isdigit() else BODY_BYTES
+        if asked > BODY_BYTES:
+            raise Refused(413, f"the body has more than {BODY_BYTES} bytes")
+        await self._wait_for(lambda: self._bytes_free >= asked, "others send long requests: come again")
+        self._bytes_free -= asked
+        try:
+            return await _read(receive)
+        finally:
+            asyncio.get_running_loop().call_later(BODIES_S, self._give_bytes, asked)
+
+    def _give_bytes(self, count: int) -> None:
+        self._bytes_free += count
+        self._tell = asyncio.create_task(self._tell_waiting())  # held, or it might be collected
+
+    async def _tell_waiting(self) -> None:
+        async with self._freed:
+            self._freed.notify_all()
+
+    async def _wait_for(self, there: Callable[[], bool], sentence: str) -> None:
         try:
             async with asyncio.timeout(WAIT_S), self._freed:
-                await self._freed.wait_for(lambda: self._free >= wanted)
-                self._free -= wanted
+                await self._freed.wait_for(there)
         except TimeoutError:
-            raise Refused(429, f"{self._rules.sequences} answers are under way beside the rollouts: come again") from None
+            raise Refused(429, sentence) from None
+
+    @asynccontextmanager
+    async def _places(self, wanted: int) -> AsyncIterator[None]:
+        full = f"{self._rules.sequences} answers are under way beside the rollouts: come again"
+        await self._wait_for(lambda: self._free >= wanted, full)
+        self._free -= wanted
         try:
             yield
         finally:
             self._free += wanted
-            async with self._freed:
-                self._freed.notify_all()
+            await self._tell_waiting()
+
+
+def _check_fields(asked: Mapping[str, Any]) -> None:
+    """Raises `Refused` for what could hold the engine up."""
+    if unknown := sorted(set(asked) - FIELDS):
+        raise Refused(
+            400,
+            f"{', '.join(unknown)[:200]}: a run does not serve this beside its rollouts, which would wait for it; export a "
+            "checkpoint and ask that",
+        )
+    form = asked.get("response_format", {})
+    if not isinstance(form, dict) or form.get("type", "text") != "text":
+        raise Refused(400, "response_format: rollouts would wait for its grammar; export a checkpoint and ask that")
+    if asked.get("tool_choice", "auto") not in ("auto", "none"):
+        raise Refused(400, "tool_choice: a run serves auto and none; rollouts would wait for the grammar of a forced one")
+    for tool in asked.get("tools") or ():
+        if isinstance(tool, dict) and isinstance(tool.get("function"), dict) and tool["function"].get("strict"):
+            raise Refused(400, "tools: rollouts would wait for the grammar of a strict one; leave `strict` out")
+    for name in ("stop", "stop_token_ids", "logit_bias"):
+        given = asked.get(name, ())
+        if isinstance(given, list | dict) and len(given) > STOPS:
+            raise Refused(400, f"{name}: {len(given)} entries, and a run takes {STOPS} beside its rollouts")
 
 
 def count_sequences(body: MutableMapping[str, Any]) -> int:
@@ -176,7 +241,7 @@ def _is_own_name(host: bytes) -> bool:
     return True
 
 
-async def _read_body(receive: Receive) -> bytes:
+async def _read(receive: Receive) -> bytes:
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_S):
@@ -195,14 +260,14 @@ async def _read_body(receive: Receive) -> bytes:
         raise Refused(408, f"the body has not come within {BODY_S:g} s") from None
 
 
-def _with_length(scope: Message, body: MutableMapping[str, Any]) -> Message:
+def _with_length(scope: Message, size: int) -> Message:
     """The head of the request with the changed body's length."""
-    length = str(len(json.dumps(body).encode())).encode()
+    length = str(size).encode()
     headers = [(name, value) for name, value in scope["headers"] if name not in (b"content-length", b"transfer-encoding")]
     return {**scope, "headers": [*headers, (b"content-length", length)]}
 
 
-def _replay(body: MutableMapping[str, Any], receive: Receive) -> Receive:
+def _replay(data: bytes, receive: Receive) -> Receive:
     """Gives the body once, then what else comes: that the client has gone."""
     given = False
 
@@ -211,7 +276,7 @@ def _replay(body: MutableMapping[str, Any], receive: Receive) -> Receive:
         if given:
             return await receive()
         given = True
-        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        return {"type": "http.request", "body": data, "more_body": False}
 
     return next_message
 

@@ -37,7 +37,7 @@ class BroadcastPublisher:
         self._staged, self._pinned, self._compare_all = sync.cpu_staging, sync.pin_memory, sync.compare == "all"
         self._host: tuple[int, Tensor] | None = None
         self._buffers = BufferPair(self._device)
-        self._rendezvous = Rendezvous.open(end.address, sync.init_timeout_s) if end.rank == 0 else None
+        self._rendezvous = Rendezvous.open(end.address) if end.rank == 0 else None
         self._group = GroupCommunicator(connect, "trainer-0", self._device, sync.init_timeout_s)
         self._stream = new_stream(self._device)
 

@@ -1,8 +1,9 @@
 """Where the members of a broadcast group meet: a small key-value store that trainer rank 0 keeps for the run. Imports torch.
 
 Owns addresses, the store, and the roll-call of an epoch: who is missing is said by name, before any communicator waits for it.
-The store has no password of its own: it listens on the one interface that reaches the run's hub (loopback on one host), and its
-keys stand below a random word that only the manifest tells.
+The store has no password: it listens on the one interface that reaches the run's hub (loopback on one host). Its keys stand
+below a random word, which keeps runs apart and no stranger out: torch lists the keys to whoever connects. A sender who is not
+the trainer does not know the checksum that the trainer tells over the hub, so that what it sent is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from telescope.weights.base import TransferFailed
 
 LOOK_S = 0.01
 """Between two looks at the roll: the store can't be told to stop waiting, so nobody waits inside it."""
+OPEN_S = 60.0
+"""For rank 0 to reach the store in its own process: a busy host's share, not the members' time to meet."""
 
 
 def facing(endpoint: str) -> str:
@@ -43,7 +46,7 @@ class Rendezvous:
         self._store = dist.PrefixStore(urlsplit(location).path.strip("/"), store)  # type: ignore[attr-defined]
 
     @classmethod
-    def open(cls, address: str, timeout_s: float) -> Rendezvous:
+    def open(cls, address: str) -> Rendezvous:
         """Rank 0's: listens on a free port of `address` until the object is gone."""
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         port = listener.getsockname()[1]
@@ -51,7 +54,7 @@ class Rendezvous:
             address,
             port,
             is_master=True,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=OPEN_S),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )

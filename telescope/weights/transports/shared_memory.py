@@ -91,14 +91,18 @@ def run_prefix(run: str) -> str:
 
 
 def sweep(folder: Path | None = None) -> list[str]:
-    """Remove this user's segments whose writer is dead; return their names. A living writer's segments are locked by it."""
+    """Remove this user's segments whose writer is dead; return their names. A living writer's segments are locked by it. What
+    anybody else put there under such a name is passed over."""
     removed = []
     for path in sorted((folder or default_folder()).glob(f"{PREFIX}*")):
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:  # gone meanwhile, or another user's
             continue
         try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+                continue
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
             removed.append(path.name)

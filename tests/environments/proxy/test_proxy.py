@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from telescope.environments.proxy import http_server
 from telescope.environments.proxy.chat_completions import ChatRefused, ChatRequest, read_request
 from telescope.environments.proxy.sessions import Session
 from telescope.environments.tools.call_parsers import CallFormat
@@ -348,3 +349,43 @@ async def test_bytes_that_are_no_http_or_no_json_end_their_connection_alone(roll
     writer.close()
     done = await rollout.client().chat.completions.create(model="any", messages=[user("a")])
     assert done.choices[0].message.content == "ok"
+
+
+async def connect(rollout: Rollout) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", int(rollout.base_url.split(":")[2].split("/")[0]))
+
+
+async def test_a_body_for_an_address_of_no_rollout_is_not_read(rollout: Rollout) -> None:
+    """40 strangers with 32 MiB each had cost a worker 1.3 GB."""
+    reader, writer = await connect(rollout)
+    writer.write(b"POST /nobody/v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 33554431\r\n\r\nxx")
+    said = await asyncio.wait_for(reader.read(), 30)  # to the end of the connection: more of the body is not waited for
+    writer.close()
+    assert said.startswith(b"HTTP/1.1 404 ")
+    assert b"there is no rollout at this address" in said
+
+
+async def test_a_connection_that_asks_for_nothing_is_closed(rollout: Rollout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "FIRST_HEAD_S", 0.2)
+    idle, slow = await connect(rollout), await connect(rollout)
+    slow[1].write(b"GET / HTTP/1.1\r\n")
+    for reader, writer in (idle, slow):
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+        writer.close()
+
+
+async def test_connections_that_ask_for_nothing_are_few_and_hold_up_no_program(
+    rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,500 of them had left a worker with no file descriptor."""
+    monkeypatch.setattr(http_server, "MAX_STRANGERS", 4)
+    async with rollout.client() as client:
+        for _ in range(2):
+            strangers = [await connect(rollout) for _ in range(6)]
+            done = await client.chat.completions.create(model="any", messages=[user("a")])  # by a connection that it keeps
+            assert done.choices[0].message.content == "ok"
+            closed = [asyncio.create_task(reader.read()) for reader, _ in strangers]
+            assert await asyncio.wait_for(asyncio.gather(*closed[:2]), 30) == [b"", b""]  # the oldest
+            for _, writer in strangers:
+                writer.close()
+            await asyncio.wait_for(asyncio.gather(*closed), 30)
