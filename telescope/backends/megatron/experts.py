@@ -135,12 +135,12 @@ class _Take(torch.autograd.Function):
 
 def _exchanged(rows: Tensor, go: list[int], come: list[int], group: dist.ProcessGroup) -> Tensor:
     """The first go[0] rows to rank 0, and so on; come[0] from there."""
-    result: Tensor = _Exchange.apply(rows, go, come, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _AllToAll.apply(rows, go, come, group)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Exchange(torch.autograd.Function):
-    """All to all. Its own transpose: gradients go back the way that rows came."""
+class _AllToAll(torch.autograd.Function):
+    """Its own transpose: gradients go back the way that rows came."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, go: list[int], come: list[int], group: dist.ProcessGroup) -> Tensor:
