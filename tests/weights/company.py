@@ -78,7 +78,8 @@ class Company:
 
     def set_up(self, ranks: int = 1, **settings: Any) -> Company:
         """A new publisher on each of the first `ranks` ranks, a new receiver in each server."""
-        told = {"dtype": None, "bucket_bytes": 0, "init_timeout_s": 60.0, "update_timeout_s": 60.0, "bulk": 0} | settings
+        told = {"dtype": None, "bucket_bytes": 0, "init_timeout_s": 60.0, "update_timeout_s": 60.0, "bulk": 0}
+        told |= {"between_hosts": False} | settings
         self.ranks = self.all_ranks[:ranks]
         for member in (*self.ranks, *self.living):
             member.tell(setup={"ranks": ranks, **told})

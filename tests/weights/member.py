@@ -12,8 +12,10 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -26,6 +28,7 @@ from telescope.backends.fsdp import gather
 from telescope.config.sections import WeightSyncSettings
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import Publisher, Receiver, ServerEnd, TrainerEnd, TransferFailed, WeightsCorrupt
+from telescope.weights.broadcast.rendezvous import Rendezvous
 from telescope.weights.buckets import Bucket, ModelTensor
 from telescope.weights.transport_choice import transport_named
 
@@ -103,9 +106,12 @@ def trainer(told: dict[str, Any]) -> None:
     while (order := hear()) is not None:
         if "setup" in order:
             settings = order["setup"]
+            between_hosts = settings.pop("between_hosts")
             model = Model(rank, settings.pop("ranks"), settings.pop("bulk"), device)
             end = TrainerEnd("run", Path("/nowhere"), device, sync_of(settings), settings.get("dtype"), rank)
-            publisher = transport_named(told["transport"]).publisher(model, end)
+            opening = mock.patch.object(Rendezvous, "open", Rendezvous.listen) if between_hosts else nullcontext()
+            with opening:
+                publisher = transport_named(told["transport"]).publisher(model, end)
         elif "publish" in order:
             model.set(order["publish"])
             manifest = publisher.publish(order["publish"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import stat
 from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -39,6 +43,25 @@ def test_every_tensor_arrives_bit_by_bit_at_every_server(company, ranks, bucket_
         assert [rank["sent"] for rank in sent[1:]] == [""] * (ranks - 1)
         assert arrived(received, sent[0]["sent"]), received
         assert received[0]["of"] == TENSORS
+
+
+def test_between_hosts_they_meet_at_a_port(company):
+    company.set_up(2, bucket_bytes=4096, between_hosts=True)
+    sent, received = company.update(1, 0)
+    assert arrived(received, sent[0]["sent"])
+    assert json.loads(company.manifest)["location"].startswith("tcp://127.0.0.1:")
+
+
+def test_on_one_host_they_meet_in_a_folder_of_the_user_alone(company):
+    """A port there is open to the host's other users."""
+    company.set_up(2, bucket_bytes=4096)
+    company.publish(1)
+    place = urlsplit(json.loads(company.manifest)["location"])
+    assert (place.scheme, place.netloc) == ("file", "127.0.0.1")
+    assert stat.S_IMODE(Path(place.path).parent.stat().st_mode) == 0o700
+    company.begin(1, 0)
+    assert arrived([server.said() for server in company.servers], company.ranks[0].said()["sent"])
+    company.ranks[1].said()
 
 
 def test_the_same_members_keep_their_communicator_from_version_to_version(company):

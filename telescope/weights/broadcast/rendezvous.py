@@ -1,25 +1,29 @@
 """Where the members of a broadcast group meet: a small key-value store that trainer rank 0 keeps for the run. Imports torch.
 
 Owns addresses, the store, and the roll-call of an epoch: who is missing is said by name, before any communicator waits for it.
-The store has no password: it listens on the one interface that reaches the run's hub (loopback on one host). Its keys stand
-below a random word, which keeps runs apart and no stranger out: torch lists the keys to whoever connects. A sender who is not
-the trainer does not know the checksum that the trainer tells over the hub, so that what it sent is refused.
+On one host it is a file in a folder that the run's user alone may enter. Between hosts torch has a store that listens, without
+a password, on the one interface that reaches the run's hub. Its keys stand below a random word, which keeps no stranger out:
+torch lists the keys to whoever connects. A sender who is not the trainer does not know the checksum that the trainer tells over
+the hub, so that what it sent is refused.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from telescope.records import WeightGroup
+from telescope.runlog import temporary
 from telescope.weights.base import TransferFailed
 
 LOOK_S = 0.01
@@ -29,8 +33,11 @@ OPEN_S = 60.0
 
 
 def facing(endpoint: str) -> str:
-    """This host's address on the way to `tcp://host:port`, e.g. `127.0.0.1` where that is on loopback. Sends nothing."""
+    """This host's address on the way to `tcp://host:port`, e.g. `127.0.0.1` where that is on loopback. Sends nothing. A
+    `file://host/path` is on this host."""
     target = urlsplit(endpoint)
+    if target.scheme == "file":
+        return target.hostname or ""
     family = socket.AF_INET6 if ":" in (target.hostname or "") else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((target.hostname, target.port))
@@ -39,7 +46,8 @@ def facing(endpoint: str) -> str:
 
 
 class Rendezvous:
-    """One process's end of the store. `location` is what a manifest tells the others: `tcp://host:port/word`."""
+    """One process's end of the store. `location` is what a manifest tells the others: `tcp://host:port/word`, or
+    `file://host/path`."""
 
     def __init__(self, store: Any, location: str) -> None:
         self.location = location
@@ -47,7 +55,15 @@ class Rendezvous:
 
     @classmethod
     def open(cls, address: str) -> Rendezvous:
-        """Rank 0's: listens on a free port of `address` until the object is gone."""
+        """Rank 0's: a file where `address` is loopback, else `listen`."""
+        if not ipaddress.ip_address(address).is_loopback:
+            return cls.listen(address)
+        file = temporary.make() / "store"
+        return cls(dist.FileStore(str(file), -1), f"file://{_bracketed(address)}{file}")  # type: ignore[attr-defined]
+
+    @classmethod
+    def listen(cls, address: str) -> Rendezvous:
+        """On a free port of `address` until the object is gone."""
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         port = listener.getsockname()[1]
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -58,13 +74,17 @@ class Rendezvous:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        host = f"[{address}]" if ":" in address else address
-        return cls(store, f"tcp://{host}:{port}/{secrets.token_hex(8)}")
+        return cls(store, f"tcp://{_bracketed(address)}:{port}/{secrets.token_hex(8)}")
 
     @classmethod
     def join(cls, location: str, timeout_s: float) -> Rendezvous:
         """A receiver's. Raises `TransferFailed` where nobody answers within `timeout_s`."""
         target = urlsplit(location)
+        if target.scheme == "file":
+            file = Path(target.path)
+            if not file.parent.is_dir():
+                raise TransferFailed(f"the trainer's meeting place {file} is not on this host, or its run is over")
+            return cls(dist.FileStore(str(file), -1), location)  # type: ignore[attr-defined]
         if target.scheme != "tcp" or not target.hostname or not target.port:
             raise TransferFailed(f"the weights' meeting place {location!r} is not a tcp://host:port/word")
         try:
@@ -122,6 +142,10 @@ def fetch(store: Any, key: str, timeout_s: float, cancelled: threading.Event) ->
             )
             raise TransferFailed(f"{key} of the group did not come: {why}")
     return bytes(store.get(key))
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
 
 
 def _names(members: Sequence[str]) -> str:

@@ -10,7 +10,6 @@ import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 from telescope.records import WeightGroup
 from telescope.weights.base import Publisher, Receiver, ServerEnd, TrainerEnd, TransferFailed, Transport, WeightSource
@@ -84,7 +83,7 @@ class GlooCommunicator:
         self._aborted = False
         self.limit(timeout_s)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=facing(f"tcp://{urlsplit(location).netloc}"))]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=facing(location))]
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 2
         try:
