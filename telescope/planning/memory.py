@@ -257,12 +257,11 @@ def write_settings(settings: Mapping[str, object]) -> str:
 
 
 def _finer_cuts(shape: ModelShape) -> Iterator[tuple[str, int]]:
-    """Of the model over ranks that are there, for a backend that cuts it."""
+    """Of the model over ranks that are there, for a backend that cuts it; not each of them can be."""
     for size in (2, 4, 8):
         if shape.kv_heads % size == 0 and shape.intermediate % size == 0:
             yield "tensor_parallel_size", size
-        if shape.layers >= size:
-            yield "pipeline_parallel_size", size
+        yield "pipeline_parallel_size", size
 
 
 REMEDIES: tuple[tuple[str, bool | str], ...] = (
@@ -274,6 +273,9 @@ REMEDIES: tuple[tuple[str, bool | str], ...] = (
 
 
 def _fits(config: RunConfig, shape: ModelShape, room: int) -> bool:
+    """Whether the backend can be with the model, and a rank of it takes no more than `room` bytes."""
+    if any(True for _ in config.backend.model_errors(layers=shape.layers)):
+        return False
     rank = estimate_rank(config, shape)
     return rank is not None and rank.needed <= room
 

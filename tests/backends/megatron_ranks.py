@@ -29,6 +29,8 @@ from telescope.backends.common.logprobs import logprobs
 from telescope.backends.megatron.layers import AttentionRow
 from telescope.backends.megatron.masters import Masters
 from telescope.backends.megatron.policy import ParallelRow
+from telescope.backends.megatron.stages import EMBEDDING as EMBEDDING_NAME
+from telescope.backends.megatron.state import MOMENTS
 from telescope.maths.support import WHOLE, Support
 from telescope.weights.buckets import buckets, lay_out
 from tests.backends.four_ranks import forked, meet
@@ -59,6 +61,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3 deep": {"num_hidden_layers": 9, "tie_word_embeddings": True},
     "llama deep": {"num_hidden_layers": 5, "tie_word_embeddings": False},
+    "qwen3 deep windows": {
+        "num_hidden_layers": 5,
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    },
 }  # fmt: skip
 """Seeds are such that no token of the tests finds two experts that are nearly as probable: rounding would choose."""
 ALL_PENALTIES = VARIANTS["grpo, penalties of all kinds"]
@@ -157,6 +166,8 @@ CASES = {
         2, "llama deep", PP2 | ROUND, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
     ),
     "PP 2, mixed temperatures, cut": Case(2, settings=PP2, support=CUT, temperatures=MIXED, algorithm=ALL_PENALTIES),
+    "PP 2, windows": Case(2, "qwen3 deep windows", PP2),
+    "PP 2, round, windows": Case(2, "qwen3 deep windows", PP2 | ROUND),
     "PP 4": Case(4, "qwen3 deep", PP4),
     "PP 4, round": Case(4, "qwen3 deep", PP4 | ROUND),
     "PP 2, TP 2": Case(4, settings=PP2 | TP2),
@@ -320,7 +331,8 @@ OF_FSDP = {
 
 
 def resume(name: str, case: Case, model: str, rank: int, folder: Path, begin: Path | None) -> None:
-    """Steps 2 and 3, after step 1 and a save or from a checkpoint."""
+    """Steps 2 and 3, after step 1 and a save or from a checkpoint. Of a tied embedding on two stages, what each rank has of it
+    before and after each of these steps."""
     backend = build(case, model, rank, resume=begin)
     if begin is None:
         backend.train_step(share(case, rank))
@@ -330,9 +342,26 @@ def resume(name: str, case: Case, model: str, rank: int, folder: Path, begin: Pa
         assert isinstance(outcome, Saved), outcome
         dist.barrier()  # files of all ranks
         store(folder / f"saved {name}.pt", backend, [], rank)
-    metrics = [backend.train_step(share(case, rank, step)).metrics for step in (2, 3)]
-    store(folder / f"{'went on' if begin is None else 'resumed'} {name}.pt", backend, metrics, rank)
+    how, metrics, copies = "went on" if begin is None else "resumed", [], [embedding(backend)]
+    for step in (2, 3):
+        metrics.append(backend.train_step(share(case, rank, step)).metrics)
+        copies.append(embedding(backend))
+    store(folder / f"{how} {name}.pt", backend, metrics, rank)
+    if case.stages > 1:
+        torch.save(copies, folder / f"{how} {name}-embedding-{rank}.pt")
     backend.close()
+
+
+def embedding(backend: Watching) -> dict[str, torch.Tensor]:
+    """What computes, all that this rank has of it, and this rank's piece of what is updated and of its moments, if any; nothing
+    on a stage without it."""
+    found, masters = dict[str, torch.Tensor](), backend._masters
+    if (whole := masters.parameters.get(EMBEDDING_NAME)) is not None:
+        found["computing"] = whole
+    if (piece := masters.pieces.get(EMBEDDING_NAME)) is not None:
+        found["updated"] = piece.updated
+        found |= {kind: backend._updater.moment(kind, piece) for kind in MOMENTS}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
 def store(file: Path, backend: Any, metrics: list[dict[str, float]], rank: int) -> None:

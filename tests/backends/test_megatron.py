@@ -178,6 +178,30 @@ def test_what_two_stages_have_they_go_on_to_have_alike(folder: Path):
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [
+        ("went on PP 2, TP 2", [(0, 2), (1, 3)]),
+        ("resumed PP 2, TP 2", [(0, 2), (1, 3)]),
+        ("went on PP 2, DP 2, half", [(0, 1), (2, 3)]),
+        ("resumed PP 2, DP 2, half", [(0, 1), (2, 3)]),
+        ("resumed PP 2 of FSDP", [(0, 1)]),
+        ("resumed PP 2 of four", [(0, 1)]),
+    ],
+)
+def test_a_tied_embedding_stays_alike_on_two_stages(folder: Path, name: str, pairs: list[tuple[int, int]]):
+    """Its weights and moments, after a save or a checkpoint and after each of two steps from there. `pairs`: ranks that have
+    the same part of it; with two models moments are spread over them."""
+    for pair in pairs:
+        first, last = (torch.load(folder / f"{name}-embedding-{rank}.pt") for rank in pair)
+        assert len(first) == 3
+        for one, other in zip(first, last, strict=True):
+            assert one.keys() == other.keys() == {"computing", "updated", "exp_avg", "exp_avg_sq"}
+            assert all(torch.equal(tensor, other[each]) for each, tensor in one.items())
+        assert not torch.equal(first[1]["updated"], first[2]["updated"])
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
 @pytest.mark.parametrize("name", ["TP 2, DP 2", "PP 2, TP 2"])
 def test_an_export_holds_the_weights_that_four_ranks_have_saved(folder: Path, name: str):
     saved, exported = torch.load(folder / f"saved {name}.pt")["weights"], read(folder, f"saved {name}")

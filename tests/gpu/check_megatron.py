@@ -75,6 +75,8 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "DP 2, overlapped": (2, {"overlap_grad_reduce": True}),
     "DP 2, whole moments": (2, {"use_distributed_optimizer": False}),
     "PP 2": (2, PP2),
+    "PP 2, one row, cold": (2, PP2),
+    "PP 2, round, one row, cold": (2, ROUND),
     "PP 2, round": (2, ROUND),
     "PP 2, round, overlapped, not computed again": (2, ROUND | {"overlap_grad_reduce": True, "gradient_checkpointing": False}),
 }
@@ -86,6 +88,9 @@ EXPERT_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP 2, TP 2": (2, EP2 | TP2),
     "EP 2, TP 2, selective": (2, EP2 | TP2 | {"gradient_checkpointing": "selective"}),
 }
+COLD = "one row, cold"
+"""Worlds whose ranks are processes of their own and begin with a step, of fewer rows than stages: kernels are loaded and
+memory is found while a stage waits for the other."""
 RESUMED_WORLDS = ("1", "TP 2", "DP 2", "EP 2", "PP 2", "PP 2, round")
 MIXED = "TP 2, temperatures, cut, entropy"
 """A world of two whose trajectories have temperatures of their own, of which `CUT` leaves few tokens, with an entropy bonus. In
@@ -115,6 +120,8 @@ class Order:
     replayed: bool = False
     """Tokens go to experts that were recorded."""
     resumed: bool = False
+    cold: bool = False
+    """See `COLD`."""
     shape: str = ""
     """Of a model to be timed."""
     device: str = "cuda"
@@ -130,6 +137,8 @@ class Order:
     @property
     def row_tokens(self) -> int:
         """Stages want more rows than two."""
+        if self.cold:
+            return 2048
         return 1024 if self.stages == 1 else 448
 
     @property
@@ -170,7 +179,7 @@ def compute(rank: int, order: Order, world: World, again: int) -> None:
         if order.replayed:
             shard = with_routing(shard, layers=2, experts=8, top_k=2, share=1.0)
         own = part(shard, order.share(rank))
-        logprobs = backend.logprobs(own)
+        logprobs = np.empty(0) if order.cold else backend.logprobs(own)
         found: dict[str, Any] = {"metrics": backend.train_step(own).metrics}
         gradients = {name: tensor.cpu() for name, tensor in backend.updates[-1].items()}
         found["weights"] = dict(backend.weights())
@@ -267,9 +276,9 @@ def agreement(folder: Path, gpus: int, device: str, models: list[str], only: str
             out = folder / f"fsdp-{name}-{precision}"
             plain[name, precision] = Order("fsdp", model, 1, how, out, replayed=replayed, device=device)
             for world, (size, settings) in (EXPERT_WORLDS if "experts" in name else WORLDS).items():
-                resumed, out = world in RESUMED_WORLDS, folder / f"{name}-{world}-{precision}"
+                resumed, cold, out = world in RESUMED_WORLDS, COLD in world, folder / f"{name}-{world}-{precision}"
                 order = Order(
-                    "megatron", model, size, settings | how, out, resumed=resumed, replayed=replayed, device=device
+                    "megatron", model, size, settings | how, out, resumed=resumed, cold=cold, replayed=replayed, device=device
                 )  # fmt: skip
                 ours[f"{name}, {world}, {precision}"] = name, precision, order
         if replayed:
@@ -290,8 +299,10 @@ def agreement(folder: Path, gpus: int, device: str, models: list[str], only: str
         raise SystemExit(f"no world of {gpus} GPUs has {only!r} in its name: {', '.join(ours)}")
     for size in range(1, gpus + 1):
         every = *plain.values(), *(mixed.values() if gpus > 1 else ()), *(found[2] for found in asked.values())
-        if orders := [order for order in every if order.size == size]:
+        if orders := [order for order in every if order.size == size and not order.cold]:
             run(orders)
+        for order in (order for order in every if order.size == size and order.cold):
+            run([order])
     exact = {name: read(plain[name, "float32"]) for name in models}
     limits = {
         name: allowed(exact[name]["gradients"], read(plain[name, "bfloat16"])["gradients"])
@@ -320,28 +331,28 @@ def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float
     if order.missing:
         print(f"{name}: {whose} is {far:.1e} apart {'ok' if far > FLOAT32 else 'BAD'}", flush=True)
         return far > FLOAT32
-    gap = logprob_gap(exact["logprobs"][0], found["logprobs"], order)
+    gap = None if order.cold else logprob_gap(exact["logprobs"][0], found["logprobs"], order)
     moved = otherwise(exact["weights"], found["weights"])
     if precision == "float32":
-        fine = far <= FLOAT32 and gap <= 1e-4 and moved <= 1e-2
+        fine = far <= FLOAT32 and (gap or 0.0) <= 1e-4 and moved <= 1e-2
     else:
         apart = {each.removeprefix("lm."): tensor for each, tensor in exact["gradients"].items()}
         fine = all(worst({each: t}, {each: found["gradients"][each]})[0] <= limits[each] for each, t in apart.items())
-        fine &= gap <= 0.2
+        fine &= (gap or 0.0) <= 0.2
     behind = float(found.get("resumed", 0.0))
     fine &= behind <= (0.0 if precision == "float32" else RESUMED)
     loss = abs(found["metrics"]["loss"] - exact["metrics"]["loss"])
     print(
-        f"{name}: gradient {far:.1e} ({whose}), log-probs {gap:.1e}, loss {loss:.1e}, weights {moved:.1e}"
-        f"{f', went on {behind:.1e} apart' if order.resumed else ''} {'ok' if fine else 'BAD'}",
+        f"{name}: gradient {far:.1e} ({whose}), {'' if gap is None else f'log-probs {gap:.1e}, '}loss {loss:.1e}, "
+        f"weights {moved:.1e}{f', went on {behind:.1e} apart' if order.resumed else ''} {'ok' if fine else 'BAD'}",
         flush=True,
     )
     return fine
 
 
 def time_of(rank: int, order: Order, world: World) -> None:
-    """Tokens a second of the third step, and the peak of memory beside the estimate: rows of 16,384 tokens of samples of 2,048,
-    two rows a rank."""
+    """Tokens a second of the third step, and the fullest rank's peak of memory beside its estimate: rows of 16,384 tokens of
+    samples of 2,048, two rows a rank."""
     length, count = 2048, 16 * order.size
     job = make_job(model=order.model, world=world, seq_len=16_384, entropy_chunk_size=2048)
     settings = (FSDP if order.backend == "fsdp" else Megatron)(**order.settings)
@@ -351,11 +362,13 @@ def time_of(rank: int, order: Order, world: World) -> None:
     torch.cuda.reset_peak_memory_stats()
     for step in (1, 2, 3):
         metrics = backend.train_step(replace(own, step=step)).metrics
+    most = torch.tensor(torch.cuda.max_memory_allocated(), device=world.device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
     backend.close()
     if rank == 0:
         told = settings.rank_memory(SHAPES[order.shape], job.model, job.trainer, ranks=order.size, longest=length)
         assert told is not None
-        peak, told_gib = torch.cuda.max_memory_allocated() / 2**30, told.total / 2**30
+        peak, told_gib = int(most) / 2**30, told.total / 2**30
         print(
             f"{order.backend} {order.settings}: {metrics['trainer_tokens_per_s']:.0f} tokens/s, {peak:.2f} GiB, estimated "
             f"{told_gib:.2f} ({told_gib / peak - 1:+.1%})",

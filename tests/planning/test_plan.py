@@ -397,6 +397,17 @@ def test_4b_at_65k_needs_two_h100_or_moments_on_the_host() -> None:
         check_memory(composed(*long, remedy), shape, card)
 
 
+def test_a_remedy_leaves_each_stretch_of_a_model_a_layer(say: Callable[..., tuple[int, str]]) -> None:
+    """Of 36 layers 2 stages can have 6 stretches each, and 8 stages can't."""
+    code, said = say(
+        "model=qwen3-4b", "backend=megatron", "backend.pipeline_parallel_size=2", "backend.virtual_pipeline_size=6",
+        "cluster.trainer_num_workers=8", "trainer.seq_len=262144", "inference.max_model_len=32768", "--card", "h100",
+    )  # fmt: skip
+    assert code == 1
+    assert "A trainer rank needs about" in said
+    assert "backend.pipeline_parallel_size=8" not in said
+
+
 def test_on_one_card_the_rank_fits_into_what_the_server_leaves_or_takes_turns(say: Callable[..., tuple[int, str]]) -> None:
     code, said = say(*SMALL, "cluster=one_gpu", "--hosts", "1x1", "--card", "h100")
     assert code == 0, said

@@ -83,6 +83,7 @@ class MegatronBackend(SteppingBackend):
             settings.collective_timeout_s,
             settings.expert_parallel_size,
         )
+        parallel.meet_groups(self._parallel, self._device)
         pipeline.meet_neighbours(self._parallel, laps, self._device)
         facts, held, experts = known.facts, self._parallel, self._parallel.experts
         layout = uncut(facts.layers, tied=facts.tied)

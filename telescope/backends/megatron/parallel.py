@@ -130,7 +130,9 @@ def _expert_place(world: World) -> ExpertPlace:
 
 
 def _make_pipes(world: World, tensor_size: int, stages: int, pipes: int, timeout_s: float) -> tuple[dist.ProcessGroup, ...]:
-    """Groups of their own: within one, NCCL lets a message wait for the one before, in whichever direction that goes."""
+    """Groups of their own: within one, NCCL lets a message wait for the one before, in whichever direction that goes. With
+    stages no process group is given a `device_id`: NCCL would then begin at once, and all messages of a group share a
+    communicator, where now each two neighbours have one."""
     model = tensor_size * stages
     pipelines = [
         [first + stage * tensor_size + place for stage in range(stages)]
@@ -142,6 +144,22 @@ def _make_pipes(world: World, tensor_size: int, stages: int, pipes: int, timeout
         groups = {tuple(members): dist.new_group(members, timeout=timedelta(seconds=timeout_s)) for members in pipelines}
         found.append(next(group for members, group in groups.items() if world.rank in members))
     return tuple(found)
+
+
+def meet_groups(parallel: Parallel, device: str) -> None:
+    """A number over each group that sums something up while rows are under way, or after: NCCL makes a group's communicator
+    when it is first used, and then waits for the device. A collective."""
+    groups = (
+        parallel.tensor_group,
+        parallel.data_group,
+        parallel_state.get_data_parallel_group(with_context_parallel=True),  # megatron-core's own, of the same ranks
+        parallel.pipeline_group,
+        parallel_state.get_embedding_group(check_initialized=False),  # None on stages between the first and the last
+    )
+    number = torch.zeros(1, device=device)
+    for group in groups:
+        if group is not None and group.size() > 1:
+            dist.all_reduce(number, group=group)
 
 
 def _mesh(group: dist.ProcessGroup, world: World) -> DeviceMesh:

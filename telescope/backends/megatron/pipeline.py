@@ -3,9 +3,10 @@
 A row's activations go to the stage after, and their gradients to the stage before. Owns these exchanges and how long a row is
 held; the order is schedule.py's. Refuses to know layers, losses and what a row is: whoever computes it says so.
 
-A receive is begun one task ahead, so that it goes on while the device computes. No send is ever waited for while there is
-something to compute: each kind of message has a group of its own, in each direction, so that none waits behind another that the
-receiver does not look for yet.
+A receive is begun about when its message is sent, so that it goes on while the device computes, and so that a task which waits
+for the whole device ends. With NCCL it waits on the device for what was launched before it: begun only when it is needed, it
+would not go on meanwhile. No send is ever waited for while there is something to compute: each kind of message has a group of
+its own, in each direction, so that none waits behind another that the receiver does not look for yet.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from telescope.backends.megatron import schedule
 from telescope.backends.megatron.parallel import Parallel
-from telescope.backends.megatron.schedule import Task
+from telescope.backends.megatron.schedule import StagePass
 
 ACTIVATIONS, GRADIENTS, ACTIVATIONS_ROUND, GRADIENTS_ROUND = range(4)
 """Places in `Parallel.pipes`: to the next stage and back, and between the last stage and the first one."""
@@ -38,14 +39,14 @@ class Passes(Protocol):
     def shape(self, row: int) -> tuple[int, ...]:
         """Of what passes between stages."""
 
-    def forward(self, task: Task, entering: Tensor | None) -> Tensor | None:
+    def forward(self, task: StagePass, entering: Tensor | None) -> Tensor | None:
         """Through a stretch of layers: what leaves it; of a model's last one what is to be run backward, or None. `entering`:
         what has come from the stage before; None: the model begins here."""
 
-    def backward(self, task: Task) -> AbstractContextManager[None]:
+    def backward(self, task: StagePass) -> AbstractContextManager[None]:
         """Around the backward pass of a stretch."""
 
-    def waiting(self, task: Task) -> AbstractContextManager[None]:
+    def waiting(self, task: StagePass) -> AbstractContextManager[None]:
         """Around the wait for what another stage sends."""
 
 
@@ -59,7 +60,7 @@ class _Forwarded:
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class _Incoming:
     """What has come, once `work` is done."""
 
     work: Any
@@ -78,64 +79,75 @@ class Pipeline:
         """Whether the model ends on this stage."""
         return self._parallel.stage + 1 == self._parallel.stages
 
-    def forwards(self, rows: int) -> list[Task]:
-        """Forward passes alone."""
-        return schedule.forwards(rows, self._parallel.stages, self._laps)
+    def forwards(self, rows: int) -> list[list[StagePass]]:
+        """Forward passes alone, of each stage."""
+        return [schedule.forwards(rows, self._parallel.stages, self._laps)] * self._parallel.stages
 
-    def order(self, rows: int) -> list[Task]:
-        """Forward and backward passes of a minibatch."""
-        return schedule.one_forward_one_backward(rows, self._parallel.stage, self._parallel.stages, self._laps)
+    def order(self, rows: int) -> list[list[StagePass]]:
+        """Forward and backward passes of a minibatch, of each stage."""
+        stages = self._parallel.stages
+        return [schedule.one_forward_one_backward(rows, stage, stages, self._laps) for stage in range(stages)]
 
-    def run(self, tasks: Sequence[Task], passes: Passes) -> None:
-        """All tasks, in order; forward passes alone keep no graph."""
+    def run(self, orders: Sequence[Sequence[StagePass]], passes: Passes) -> None:
+        """This stage's tasks, in its order; forward passes alone keep no graph."""
+        tasks = orders[self._parallel.stage]
+        first, *after = schedule.receives(orders, self._parallel.stage, self._laps)
         trains = any(task.backward for task in tasks)
         held: dict[tuple[int, int], _Forwarded] = {}
-        coming = self._expected(tasks[0], passes)
-        for place, task in enumerate(tasks):
-            arrival, coming = coming, self._expected(tasks[place + 1], passes) if place + 1 < len(tasks) else None
+        arrivals: dict[StagePass, _Incoming] = {}
+        self._exchange(None, first, passes, arrivals)
+        for task, coming in zip(tasks, after, strict=True):
+            arrival = arrivals.pop(task, None)
             if arrival is not None:
                 with passes.waiting(task):
                     arrival.work.wait()
             received = None if arrival is None else arrival.tensor
             if task.backward:
-                self._backward(task, passes, held.pop((task.row, task.lap)), received)
+                leaving = self._backward(task, passes, held.pop((task.row, task.lap)), received)
             else:
-                found = self._forward(task, passes, received, trains)
-                if trains:
-                    held[task.row, task.lap] = found
+                leaving = self._forward(task, passes, received, held if trains else None)
+            del arrival, received
+            self._exchange(None if leaving is None else (task, leaving), coming, passes, arrivals)
+            del leaving
             self._forget_sent()
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
 
-    def _forward(self, task: Task, passes: Passes, entering: Tensor | None, trains: bool) -> _Forwarded:
-        if trains and entering is not None:
+    def _forward(
+        self, task: StagePass, passes: Passes, entering: Tensor | None, held: dict[tuple[int, int], _Forwarded] | None
+    ) -> Tensor | None:  # fmt: skip
+        """What is to be sent; what is needed on the way back goes into `held`. None: there is no way back."""
+        if held is not None and entering is not None:
             entering.requires_grad_()
-        with torch.set_grad_enabled(trains):
+        with torch.set_grad_enabled(held is not None):
             leaving = passes.forward(task, entering)
-        if not self._is_last(task):
+        sends = not self._is_last(task)
+        if held is not None:
             assert leaving is not None
-            self._send(leaving.detach(), *self._link(task, ahead=True))
-            return _Forwarded(entering, torch.autograd.graph.get_gradient_edge(leaving) if trains else None)
-        return _Forwarded(entering, leaving)
+            end = torch.autograd.graph.get_gradient_edge(leaving) if sends else leaving
+            held[task.row, task.lap] = _Forwarded(entering, end)
+        if not sends:
+            return None
+        assert leaving is not None
+        return leaving.detach()
 
-    def _backward(self, task: Task, passes: Passes, forwarded: _Forwarded, gradient: Tensor | None) -> None:
+    def _backward(self, task: StagePass, passes: Passes, forwarded: _Forwarded, gradient: Tensor | None) -> Tensor | None:
+        """What is to be sent."""
         with passes.backward(task):
             torch.autograd.backward((forwarded.end,), (gradient,))
         entering = forwarded.entering
-        if entering is not None:
-            assert entering.grad is not None
-            self._send(entering.grad, *self._link(task, ahead=False))
+        if entering is None:
+            return None
+        assert entering.grad is not None
+        return entering.grad
 
     # ---- what passes between stages
 
-    def _is_first(self, task: Task) -> bool:
-        return self._parallel.stage == 0 and task.lap == 0
-
-    def _is_last(self, task: Task) -> bool:
+    def _is_last(self, task: StagePass) -> bool:
         return self.last and task.lap + 1 == self._laps
 
-    def _link(self, task: Task, *, ahead: bool) -> tuple[int, int]:
+    def _link(self, task: StagePass, *, ahead: bool) -> tuple[int, int]:
         """(stage, pipe) of what the task exchanges with the stretch after its own, or before it."""
         stage, stages = self._parallel.stage, self._parallel.stages
         other = (stage + (1 if ahead else -1)) % stages
@@ -144,17 +156,20 @@ class Pipeline:
             return other, GRADIENTS_ROUND if wraps else GRADIENTS
         return other, ACTIVATIONS_ROUND if wraps else ACTIVATIONS
 
-    def _expected(self, task: Task, passes: Passes) -> _Arrival | None:
-        """Begin to receive what a task needs; None: it needs nothing from others."""
-        if self._is_last(task) if task.backward else self._is_first(task):
-            return None
-        stage, pipe = self._link(task, ahead=task.backward)
-        tensor = torch.empty(passes.shape(task.row), dtype=self._dtype, device=self._device)
-        return _Arrival(dist.irecv(tensor, group=self._parallel.pipes[pipe], group_src=stage), tensor)
-
-    def _send(self, tensor: Tensor, stage: int, pipe: int) -> None:
-        given = tensor.contiguous()
-        self._sent.append((dist.isend(given, group=self._parallel.pipes[pipe], group_dst=stage), given))
+    def _exchange(
+        self, leaving: tuple[StagePass, Tensor] | None, coming: Sequence[StagePass], passes: Passes,
+        arrivals: dict[StagePass, _Incoming],
+    ) -> None:  # fmt: skip
+        """Begin to send what a task has made, and to receive what those that are `coming` need. All memory is taken first: to
+        find some may take a wait for the whole device, and a send ends once its receiver has come to its own exchange."""
+        tensors = [torch.empty(passes.shape(task.row), dtype=self._dtype, device=self._device) for task in coming]
+        if leaving is not None:
+            task, tensor = leaving[0], leaving[1].contiguous()
+            stage, pipe = self._link(task, ahead=not task.backward)
+            self._sent.append((dist.isend(tensor, group=self._parallel.pipes[pipe], group_dst=stage), tensor))
+        for task, tensor in zip(coming, tensors, strict=True):
+            stage, pipe = self._link(task, ahead=task.backward)
+            arrivals[task] = _Incoming(dist.irecv(tensor, group=self._parallel.pipes[pipe], group_src=stage), tensor)
 
     def _forget_sent(self) -> None:
         """Let go of what is known to have arrived."""

@@ -11,12 +11,13 @@ call the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Task:
+class StagePass:
     """A pass of row `row` through this stage's stretch `lap`, both from 0."""
 
     backward: bool
@@ -24,13 +25,13 @@ class Task:
     lap: int
 
 
-def forwards(rows: int, stages: int, laps: int) -> list[Task]:
+def forwards(rows: int, stages: int, laps: int) -> list[StagePass]:
     """Forward passes alone, alike on all stages: a group of as many rows as there are stages goes round `laps` times, then the
     next one."""
     return list(_round(rows, stages, range(laps), backward=False))
 
 
-def one_forward_one_backward(rows: int, stage: int, stages: int, laps: int) -> list[Task]:
+def one_forward_one_backward(rows: int, stage: int, stages: int, laps: int) -> list[StagePass]:
     """All passes of a minibatch. Earlier stages have more rows on their way: the last one has its first backward pass at
     once.
 
@@ -52,7 +53,53 @@ def passes_held(stage: int, stages: int, laps: int) -> int:
     return stages - stage if laps == 1 else 2 * (stages - stage) - 1 + (laps - 1) * stages
 
 
-def _round(rows: int, stages: int, laps: range, *, backward: bool) -> Iterator[Task]:
+def receives(orders: Sequence[Sequence[StagePass]], stage: int, laps: int) -> list[list[StagePass]]:
+    """When `stage` begins to receive, where each stage keeps its order: first, and after each of its tasks, the tasks whose
+    messages come next, in the order in which they are sent.
+
+    A task may wait for the whole device (a cudaFree, a kernel's first use), and so for all messages of this stage that are
+    begun. None of them may need what this task is yet to send. So a message is taken at the time when it is sent, were a
+    backward pass twice as long as a forward one: after the stage's last task that is over by then. Then whatever a task waits
+    for is over before that task is, and no stages wait for each other.
+    """
+    ends = _ends(orders, laps)
+    own = [ends[stage, task] for task in orders[stage]]
+    found: list[list[StagePass]] = [[] for _ in range(len(own) + 1)]
+    needed = ((task, _source(task, stage, len(orders), laps)) for task in orders[stage])
+    sent = [(ends[source], task) for task, source in needed if source is not None]
+    for end, task in sorted(sent, key=lambda each: each[0]):
+        found[bisect_right(own, end)].append(task)
+    return found
+
+
+def _ends(orders: Sequence[Sequence[StagePass]], laps: int) -> dict[tuple[int, StagePass], int]:
+    """When each stage's tasks are over, each begun as soon as can be."""
+    found: dict[tuple[int, StagePass], int] = {}
+    places, now = [0] * len(orders), [0] * len(orders)
+    while len(found) < sum(map(len, orders)):
+        known = len(found)
+        for stage, order in enumerate(orders):
+            for task in order[places[stage] :]:
+                source = _source(task, stage, len(orders), laps)
+                if source is not None and source not in found:
+                    break
+                begun = now[stage] if source is None else max(now[stage], found[source])
+                now[stage] = found[stage, task] = begun + (2 if task.backward else 1)
+                places[stage] += 1
+        if len(found) == known:
+            raise ValueError("each stage waits for another one: these orders can't be kept")
+    return found
+
+
+def _source(task: StagePass, stage: int, stages: int, laps: int) -> tuple[int, StagePass] | None:
+    """The stage and task that send what a task needs; None: it needs nothing from others."""
+    place = task.lap * stages + stage + (1 if task.backward else -1)
+    if not 0 <= place < stages * laps:
+        return None
+    return place % stages, StagePass(task.backward, task.row, place // stages)
+
+
+def _round(rows: int, stages: int, laps: range, *, backward: bool) -> Iterator[StagePass]:
     for first in range(0, rows, stages):
         for lap in laps:
-            yield from (Task(backward, row, lap) for row in range(first, min(first + stages, rows)))
+            yield from (StagePass(backward, row, lap) for row in range(first, min(first + stages, rows)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from telescope.backends.common.phase_times import PhaseTimer
 from telescope.backends.common.rows import DeviceRow
 from telescope.backends.megatron.policy import ParallelPolicy, ParallelRow
-from telescope.backends.megatron.schedule import Task
+from telescope.backends.megatron.schedule import StagePass
 from telescope.maths import packing
 from telescope.maths.support import Support
 
@@ -34,7 +34,7 @@ class StagedRows:
     def shape(self, row: int) -> tuple[int, ...]:
         return self._policy.passing_shape(len(self._arranged[row].ids))
 
-    def _row(self, task: Task) -> tuple[DeviceRow, ParallelRow]:
+    def _row(self, task: StagePass) -> tuple[DeviceRow, ParallelRow]:
         if task.row not in self._held:
             self._held[task.row] = self._sent(self._arranged[task.row])
         last = task.lap + 1 == len(self._policy.models)
@@ -56,7 +56,7 @@ class ForwardRows(StagedRows):
         self.logprobs: list[Tensor | None] = [None] * len(arranged)
         """[n] of each row, on the last stage, once all have been forward."""
 
-    def forward(self, task: Task, entering: Tensor | None) -> Tensor | None:
+    def forward(self, task: StagePass, entering: Tensor | None) -> Tensor | None:
         with self._taking(task.row):
             _, given = self._row(task)
             hidden = self._policy.passed(task.lap, given, entering)
@@ -65,10 +65,10 @@ class ForwardRows(StagedRows):
             self.logprobs[task.row] = self._taken(given, hidden)[0]
             return None
 
-    def backward(self, task: Task) -> AbstractContextManager[None]:
+    def backward(self, task: StagePass) -> AbstractContextManager[None]:
         raise NotImplementedError("log-probs alone are not run backward")
 
-    def waiting(self, task: Task) -> AbstractContextManager[None]:
+    def waiting(self, task: StagePass) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -86,7 +86,7 @@ class TrainedRows(StagedRows):
         super().__init__(policy, arranged, sent, chunk, support)
         self._number, self._spans, self._loss, self._of_lap, self._done = number, spans, loss, of_lap, done
 
-    def forward(self, task: Task, entering: Tensor | None) -> Tensor | None:
+    def forward(self, task: StagePass, entering: Tensor | None) -> Tensor | None:
         self._spans.at(self._number, task.row)
         with self._spans.span("data_to_device"):
             row, given = self._row(task)
@@ -99,7 +99,7 @@ class TrainedRows(StagedRows):
             return self._loss(task.row, row, logprob, entropy)
 
     @contextmanager
-    def backward(self, task: Task) -> Iterator[None]:
+    def backward(self, task: StagePass) -> Iterator[None]:
         self._spans.at(self._number, task.row)
         last = task.row + 1 == len(self._arranged)
         with self._spans.span("backward"), self._of_lap(task.lap, last):
@@ -108,7 +108,7 @@ class TrainedRows(StagedRows):
             self._done(task.row)
 
     @contextmanager
-    def waiting(self, task: Task) -> Iterator[None]:
+    def waiting(self, task: StagePass) -> Iterator[None]:
         self._spans.at(self._number, task.row)
         with self._spans.span("pipeline_wait"):
             yield
