@@ -97,11 +97,17 @@ class Trajectory(msgspec.Struct, frozen=True):
     mask: np.ndarray  # [T] uint8, 1 where the policy sampled the token
     logprobs: np.ndarray  # [T] float32, log-prob of the token under the sampling policy; NaN where mask is 0
     versions: np.ndarray  # [T] int32, weight version that sampled the token; -1 where mask is 0
+    routed: np.ndarray | None = None  # [T, L, K] uint8 or int16, experts of each token (maths/routing.py); None: not recorded
 
     def __post_init__(self) -> None:
-        lengths = {len(self.ids), len(self.mask), len(self.logprobs), len(self.versions)}
+        lengths = {len(array) for array in self.arrays}
         if len(lengths) != 1:
             raise ValueError(f"arrays of a trajectory differ in length: {sorted(lengths)}")
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Four, or five where its routing was recorded."""
+        return (self.ids, self.mask, self.logprobs, self.versions, *(() if self.routed is None else (self.routed,)))
 
     @property
     def trained_tokens(self) -> int:
@@ -109,7 +115,7 @@ class Trajectory(msgspec.Struct, frozen=True):
 
     def first(self, tokens: int) -> Trajectory:
         """Its beginning, as views: the prompt, and what was sampled first."""
-        return Trajectory(self.ids[:tokens], self.mask[:tokens], self.logprobs[:tokens], self.versions[:tokens])
+        return Trajectory(*(array[:tokens] for array in self.arrays))
 
 
 class TrainItem(Record):

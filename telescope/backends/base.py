@@ -33,6 +33,12 @@ class TrainShard:
     logprobs: np.ndarray  # [T] float32, NaN where mask is 0
     versions: np.ndarray  # [T] int32
     denominators: tuple[Denominators, ...]  # one a minibatch: as many updates the step makes
+    routed: np.ndarray | None = None  # [T, L, K] uint8 or int16, recorded experts (maths/routing.py); None: of no token
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Those of its trajectories: four, or five where routing was recorded."""
+        return (self.ids, self.mask, self.logprobs, self.versions, *(() if self.routed is None else (self.routed,)))
 
 
 @dataclass(frozen=True)

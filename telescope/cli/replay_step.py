@@ -18,7 +18,7 @@ import numpy as np
 from telescope.backends.base import Job, StepResult, TrainShard, World
 from telescope.backends.common import shards
 from telescope.config.run import RunConfig
-from telescope.maths import dealing
+from telescope.maths import dealing, routing
 from telescope.records import TrainItem
 from telescope.runlog import checkpoints, kept_steps, opening
 from telescope.runlog.attempts import attempt_that_trained
@@ -68,6 +68,7 @@ def together(parts: Sequence[kept_steps.KeptShard]) -> TrainShard:
     first = parts[0].header
     items: list[TrainItem] = []
     pieces: list[tuple[np.ndarray, ...]] = [_nothing()]
+    routed: list[np.ndarray | None] = []
     for minibatch in range(len(first.denominators)):
         for part in different.values():
             ends = np.cumsum([item.length for item in part.header.items])
@@ -76,8 +77,10 @@ def together(parts: Sequence[kept_steps.KeptShard]) -> TrainShard:
                     here = slice(end - item.length, end)
                     items.append(item)
                     pieces.append((part.ids[here], part.mask[here], part.logprobs[here], part.versions[here]))
+                    routed.append(None if part.routed is None else part.routed[here])
     ids, mask, logprobs, versions = (np.concatenate(column) for column in zip(*pieces, strict=True))
-    return TrainShard(first.step, tuple(items), ids, mask, logprobs, versions, first.denominators)
+    of_experts = routing.joined(routed, [item.length for item in items])
+    return TrainShard(first.step, tuple(items), ids, mask, logprobs, versions, first.denominators, of_experts)
 
 
 def _rollouts(part: kept_steps.KeptShard) -> tuple[int, ...]:
@@ -110,6 +113,7 @@ def share(whole: TrainShard, world: World, seq_len: int) -> TrainShard:
         whole.logprobs[places],
         whole.versions[places],
         whole.denominators,
+        None if whole.routed is None else whole.routed[places],
     )
 
 

@@ -44,6 +44,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_processes(config),
         *_hosts(config),
         *_without_effect(config),
+        *_router_replay(config),
         *_weights(config),
         *_training_dtype(config),
         *_backend(config),
@@ -372,6 +373,16 @@ def _without_effect(config: RunConfig) -> Iterator[Conflict]:
             ("weight_sync.bucket_mb", "weight_sync.mode"),
             f"weight_sync.bucket_mb={sync.bucket_mb} does nothing with weight_sync.mode=per_tensor: leave it out, or set "
             "weight_sync.mode=flattened_bucket",
+        )
+
+
+def _router_replay(config: RunConfig) -> Iterator[Conflict]:
+    """To be gone as soon as servers record which experts their tokens went to."""
+    if config.trainer.router_replay:
+        yield Conflict(
+            ("trainer.router_replay",),
+            "trainer.router_replay=true trains tokens through the experts that their server recorded, and no server of this "
+            "Telescope records them yet: set it to false",
         )
 
 

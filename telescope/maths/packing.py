@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from telescope.maths import routing
 from telescope.records import TrainItem, Trajectory
 
 ATTENTION_LENGTH = 24_576
@@ -51,6 +52,7 @@ class RowArrays:
     sequence_tokens: np.ndarray  # [S] float32, n_i of the rollout each segment belongs to; 0 for the padding
     temperatures: np.ndarray  # [S] float64, at which each segment was sampled; 1 for the padding
     boundaries: np.ndarray  # [S + 1] int32, cumulative: segment s is boundaries[s]:boundaries[s + 1]
+    routed: np.ndarray | None = None  # [T, L, K] uint8 or int16, recorded experts; None: of no token
 
 
 def cost(lengths: Sequence[int], *, attention_length: float = ATTENTION_LENGTH) -> float:
@@ -158,7 +160,10 @@ def arrange(
         _place(arrays, start, trajectories[index], items[index])
     arrays.sequence_tokens[:-1] = [items[index].sequence_tokens for index in row.items]
     arrays.temperatures[:-1] = [items[index].temperature for index in row.items]
-    return arrays
+    routed = routing.joined(
+        [*(trajectories[index].routed for index in row.items), None], [*row.lengths, row.size - row.used]
+    )  # fmt: skip
+    return arrays if routed is None else replace(arrays, routed=routed)
 
 
 def lay_out(row: Row, per_trajectory: Sequence[np.ndarray], *, fill: float = np.nan) -> np.ndarray:

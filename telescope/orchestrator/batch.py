@@ -11,7 +11,7 @@ import numpy as np
 from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
 from telescope.flow.commands import TrainOnBatch
 from telescope.flow.prompt_sampler import Permutation, keyed_hash
-from telescope.maths import dealing, minibatches, packing
+from telescope.maths import dealing, minibatches, packing, routing
 from telescope.maths.summaries import summary
 from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
@@ -244,6 +244,7 @@ def _make_shard(
     """One rank's items, update after update; `shares`: its rollouts of each. Those of several epochs are sent once for each."""
     items = []
     pieces = []
+    routed = []
     for minibatch, sequence in ((minibatch, sequence) for minibatch, share in enumerate(shares) for sequence in share):
         rollout = rollouts[sequence]
         for branch in rollout.branches:
@@ -260,7 +261,11 @@ def _make_shard(
                 )
             )
             pieces.append((branch.ids, branch.mask, branch.logprobs, branch.versions))
+            routed.append(branch.routed)
     arrays = tuple(np.concatenate(column) for column in zip(*pieces, strict=True)) if pieces else _make_empty_arrays()
+    of_experts = routing.joined(routed, [item.length for item in items])
+    if of_experts is not None:
+        arrays = (*arrays, of_experts)
     return Shard(TrainStep(step=step, items=tuple(items), denominators=counts), arrays)
 
 

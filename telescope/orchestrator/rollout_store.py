@@ -169,7 +169,8 @@ class Rollout:
     def score(self, result: RolloutResult, arrays: tuple[np.ndarray, ...], newest: int) -> None:
         """Take the worker's result: split its frames into branches, and refuse what could corrupt training.
 
-        `arrays`: ids, mask, logprobs, versions, each [T] over all branches one after another. `newest`: the youngest weight
+        `arrays`: ids, mask, logprobs, versions, each [T] over all branches one after another, and routing [T, L, K] where it
+        was recorded. `newest`: the youngest weight
         version that any server can have sampled with. Raises `UnusableRollout`; nothing has changed then.
         """
         wrong = _find_wrong_shape(result, arrays) or _find_wrong_number(result) or _find_wrong_token(result, arrays, newest)
@@ -241,7 +242,7 @@ def _find_wrong_shape(result: RolloutResult, arrays: tuple[np.ndarray, ...]) -> 
         return "it has no branch"
     if min(result.branch_lengths) < 1:
         return f"it has an empty branch: {result.branch_lengths}"
-    if len(arrays) != 4 or any(len(array) != sum(result.branch_lengths) for array in arrays):
+    if len(arrays) not in (4, 5) or any(len(array) != sum(result.branch_lengths) for array in arrays):
         return f"its arrays do not have the length of its branches {result.branch_lengths}"
     return ""
 
@@ -260,7 +261,7 @@ def _find_wrong_number(result: RolloutResult) -> str:
 
 
 def _find_wrong_token(result: RolloutResult, arrays: tuple[np.ndarray, ...], newest: int) -> str:
-    _, mask, logprobs, versions = arrays
+    _, mask, logprobs, versions = arrays[:4]
     if mask.max() > 1:
         return f"its mask has the value {mask.max()}, and only 0 and 1 mean something"
     sampled = mask.astype(bool)

@@ -1,7 +1,8 @@
 """The orchestrator's part of a checkpoint: the core's snapshot, the scored rollouts with their arrays, the summary's counters.
 
     orchestrator/state.msgpack   everything but arrays, and the digest of the other file
-    orchestrator/arrays.bin      ids, mask, logprobs, versions of one rollout after another, little-endian
+    orchestrator/arrays.bin      ids, mask, logprobs, versions of one rollout after another, little-endian, and behind them its
+                                 routing where that was recorded
     orchestrator/rows.json       how far the run directory's rows had come (runlog/attempts.py)
 
 Owns these bytes, and where an attempt begins: at step 1, or where a checkpoint was made. Refuses to decide when they are
@@ -11,10 +12,11 @@ written; the core says whether it can go on from them.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +25,7 @@ from telescope.flow.core import Core
 from telescope.flow.evals import SavedEvals
 from telescope.flow.settings import FlowSettings
 from telescope.flow.snapshot import Snapshot
+from telescope.maths import routing
 from telescope.orchestrator.cohorts import Cohort, CohortMeans
 from telescope.orchestrator.eval_scores import EvalProgress
 from telescope.orchestrator.rollout_store import Rollout
@@ -39,6 +42,18 @@ COLUMNS = (("ids", "<i4"), ("mask", "u1"), ("logprobs", "<f4"), ("versions", "<i
 TOKEN_BYTES = sum(np.dtype(kind).itemsize for _, kind in COLUMNS)
 
 
+class SavedRouting(Record):
+    """Of an array [tokens, layers, experts]: numpy's dtype, little-endian, and the last two axes."""
+
+    dtype: Literal["|u1", "<i2"]
+    layers: int
+    experts: int
+
+    @property
+    def token_bytes(self) -> int:
+        return np.dtype(self.dtype).itemsize * self.layers * self.experts
+
+
 class SavedRollout(Record):
     """One that was scored. Its arrays are those of its branches (`result.branch_lengths`), in the order of the rollouts."""
 
@@ -46,6 +61,8 @@ class SavedRollout(Record):
     result: RolloutResult
     length_penalty: float
     normalised: float | None
+    routed: SavedRouting | None = None
+    """Behind its other arrays lies which experts its tokens went to; None: that was not recorded."""
 
 
 class SavedEvalScores(Record):
@@ -115,11 +132,29 @@ def write_state(folder: Path, state: OrchestratorState) -> int:
                     data = getattr(branch, name).astype(kind, copy=False).tobytes()
                     digest.update(data)
                     nbytes += file.write(data)
-    saved = tuple(SavedRollout(one.order, one.result, one.length_penalty, one.normalised) for one in state.rollouts)
+            if (routed := _join_routing(rollout)) is not None:
+                data = routed.astype(routed.dtype.newbyteorder("<"), copy=False).tobytes()
+                digest.update(data)
+                nbytes += file.write(data)
+    saved = tuple(
+        SavedRollout(one.order, one.result, one.length_penalty, one.normalised, _describe_routing(_join_routing(one)))
+        for one in state.rollouts
+    )
     text = msgspec.msgpack.encode(SavedState(FORMAT, state.core, saved, state.counters, digest.hexdigest()))
     nbytes += (place / STATE).write_bytes(text)
     write_rows(place / ROWS, state.rows)
     return nbytes
+
+
+def _join_routing(rollout: Rollout) -> np.ndarray | None:
+    return routing.joined([branch.routed for branch in rollout.branches], [len(branch.ids) for branch in rollout.branches])
+
+
+def _describe_routing(routed: np.ndarray | None) -> SavedRouting | None:
+    if routed is None:
+        return None
+    _, layers, experts = routed.shape
+    return SavedRouting("|u1" if routed.dtype == np.uint8 else "<i2", layers, experts)
 
 
 def read_state(folder: Path) -> tuple[SavedState, list[Rollout]]:
@@ -134,8 +169,10 @@ def read_state(folder: Path) -> tuple[SavedState, list[Rollout]]:
             "can go on from one; resume from another step"
         ) from error
     state = _decode(place / STATE, encoded)
-    tokens = sum(sum(rollout.result.branch_lengths) for rollout in state.rollouts)
-    if hashlib.blake2b(data, digest_size=16).hexdigest() != state.arrays_digest or len(data) != tokens * TOKEN_BYTES:
+    expected = sum(
+        sum(one.result.branch_lengths) * (TOKEN_BYTES + (one.routed.token_bytes if one.routed else 0)) for one in state.rollouts
+    )
+    if hashlib.blake2b(data, digest_size=16).hexdigest() != state.arrays_digest or len(data) != expected:
         raise _make_damaged_error(place / ARRAYS, f"its {len(data)} bytes are not those that were written")
     if missing := state.core.rollout_ids - {rollout.order.rollout_id for rollout in state.rollouts}:
         raise _make_damaged_error(place / STATE, f"it lacks rollout {min(missing)}")
@@ -183,6 +220,11 @@ def _restore_rollouts(rollouts: Iterable[SavedRollout], data: bytes) -> Iterable
         ends, columns = np.cumsum(lengths)[:-1], []
         for _, kind in COLUMNS:
             array = np.frombuffer(data, kind, sum(lengths), offset)
+            offset += array.nbytes
+            columns.append(np.split(array, ends))
+        if saved.routed is not None:
+            shape = (sum(lengths), saved.routed.layers, saved.routed.experts)
+            array = np.frombuffer(data, saved.routed.dtype, math.prod(shape), offset).reshape(shape)
             offset += array.nbytes
             columns.append(np.split(array, ends))
         branches = tuple(Trajectory(*piece) for piece in zip(*columns, strict=True))

@@ -23,6 +23,8 @@ from telescope.runlog.layout import RunDirectory
 
 FORMAT = 2
 ARRAYS = ("ids", "mask", "logprobs", "versions")
+ROUTED = "routed"
+"""A fifth, where servers recorded which experts tokens went to."""
 _STEP = re.compile(r"step_(\d{8})")
 DAMAGE = (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, BadZipFile, zlib.error, msgspec.MsgspecError)
 """What numpy says of a file that is not one of arrays."""
@@ -68,6 +70,7 @@ class KeptShard(msgspec.Struct, frozen=True):
     mask: np.ndarray  # [T] uint8
     logprobs: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int32
+    routed: np.ndarray | None = None  # [T, L, K] uint8 or int16
 
 
 def write(run: RunDirectory, header: Header, arrays: Sequence[np.ndarray]) -> Path:
@@ -79,7 +82,7 @@ def write(run: RunDirectory, header: Header, arrays: Sequence[np.ndarray]) -> Pa
     packed = np.frombuffer(msgspec.msgpack.encode(header), np.uint8)
     try:
         with partial.open("wb") as file:
-            named = dict(zip(ARRAYS, arrays, strict=True))
+            named = dict(zip((*ARRAYS, ROUTED)[: max(len(arrays), len(ARRAYS))], arrays, strict=True))
             np.savez(file, allow_pickle=False, header=packed, **named)
         os.replace(partial, path)
     except OSError:
@@ -149,7 +152,7 @@ def _read(path: Path) -> KeptShard:
                     "that kept it"
                 )
             header = msgspec.msgpack.decode(encoded, type=Header)
-            arrays = [file[name] for name in ARRAYS]
+            arrays = [file[name] for name in (*ARRAYS, *([ROUTED] if ROUTED in file.files else []))]
     except NothingKept:
         raise
     except DamagedFile as error:

@@ -91,7 +91,7 @@ class Keeper:
             loss_scale=scale,
         )
         try:
-            path = kept_steps.write(self.run, header, (shard.ids, shard.mask, shard.logprobs, shard.versions))
+            path = kept_steps.write(self.run, header, shard.arrays)
         except OSError as error:
             log.error("the batch of step %d can't be kept (%s): training goes on", shard.step, error)
             return False

@@ -247,8 +247,8 @@ class TrainerService:
 
 
 def _shard(order: TrainStep, arrays: Sequence[np.ndarray]) -> TrainShard:
-    ids, mask, logprobs, versions = arrays
-    return TrainShard(order.step, order.items, ids, mask, logprobs, versions, order.denominators)
+    ids, mask, logprobs, versions, *routed = arrays
+    return TrainShard(order.step, order.items, ids, mask, logprobs, versions, order.denominators, routed[0] if routed else None)
 
 
 class _SaveUnderWay:

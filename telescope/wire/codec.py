@@ -7,6 +7,7 @@ passes them on untouched. Refuses sockets, retries and the question whether a me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,12 +36,12 @@ MAX_HEADER_BYTES = 16 * 2**20
 """A RolloutResult of a million characters and a TrainStep of 50,000 items both fit."""
 MAX_FRAME_BYTES = 256 * 2**20
 """One array: 64 million int32 tokens. Also the socket's MAXMSGSIZE, so that nothing larger is even allocated."""
-MAX_ARRAYS = 4
+MAX_ARRAYS = 5
 MAX_FRAMES = 2 + MAX_ARRAYS
 MAX_PROTOCOL_BYTES = 64
 MAX_SEQ = 2**53
 
-ITEM_BYTES = {"<i4": 4, "|u1": 1, "<f4": 4}
+ITEM_BYTES = {"<i4": 4, "|u1": 1, "<f4": 4, "<i2": 2}
 """Every dtype that may travel, and the bytes of one element."""
 
 TRAJECTORY = (("ids", "<i4"), ("mask", "|u1"), ("logprobs", "<f4"), ("versions", "<i4"))
@@ -51,6 +52,9 @@ LAYOUTS: dict[type[Message], tuple[tuple[str, str], ...]] = {
     TrainStep: TRAJECTORY,
 }
 """Arrays of each message, in order; all have one axis of one common length. A message not named here carries none."""
+ROUTED = ("|u1", "<i2")
+"""Dtypes of recorded routing, which a trajectory's messages may carry behind their other arrays: three axes, the first of the
+common length (maths/routing.py)."""
 DTYPES = {kind: tuple(dtype for _, dtype in layout) for kind, layout in LAYOUTS.items()}
 
 
@@ -161,12 +165,13 @@ def _check_frame(spec: ArraySpec, buffer: Buffer) -> None:
     item = ITEM_BYTES.get(spec.dtype)
     if item is None:
         raise MalformedMessage("dtype", f"{spec.dtype[:16]!r} is none of {', '.join(ITEM_BYTES)}")
-    if len(spec.shape) != 1 or not 0 <= spec.shape[0] <= MAX_FRAME_BYTES:
-        raise MalformedMessage("shape", f"expected one axis of at most {MAX_FRAME_BYTES} elements, got {str(spec.shape)[:64]}")
-    if spec.shape[0] * item != len(buffer):
+    if len(spec.shape) not in (1, 3) or not all(0 <= length <= MAX_FRAME_BYTES for length in spec.shape):
         raise MalformedMessage(
-            "frame size", f"shape {spec.shape} of {spec.dtype} needs {spec.shape[0] * item} bytes, {len(buffer)} came"
+            "shape", f"expected one axis of at most {MAX_FRAME_BYTES} elements, or three, got {str(spec.shape)[:64]}"
         )
+    nbytes = math.prod(spec.shape) * item
+    if nbytes != len(buffer):
+        raise MalformedMessage("frame size", f"shape {spec.shape} of {spec.dtype} needs {nbytes} bytes, {len(buffer)} came")
 
 
 def _check_layout(body: Body, specs: Sequence[ArraySpec]) -> None:
@@ -175,6 +180,13 @@ def _check_layout(body: Body, specs: Sequence[ArraySpec]) -> None:
     dtypes = DTYPES.get(kind, ())
     if not dtypes and not specs:
         return
+    routed = specs[len(dtypes) :] if LAYOUTS.get(kind) is TRAJECTORY else ()
+    if len(routed) == 1:
+        specs = specs[:-1]
+        if routed[0].dtype not in ROUTED or len(routed[0].shape) != 3 or 0 in routed[0].shape[1:]:
+            raise MalformedMessage("layout", f"{kind.__name__}: routing of three axes and 1 or 2 bytes, got {routed[0]}"[:200])
+        if specs and routed[0].shape[0] != specs[0].shape[0]:
+            raise MalformedMessage("layout", f"{kind.__name__}: routing of {routed[0].shape[0]} tokens beside {specs[0].shape}")
     if tuple([spec.dtype for spec in specs]) != dtypes:
         expected = ", ".join(f"{name} {dtype}" for name, dtype in LAYOUTS.get(kind, ())) or "no arrays"
         raise MalformedMessage("layout", f"{kind.__name__} carries {expected}; got {[spec.dtype[:16] for spec in specs]}")
@@ -200,11 +212,11 @@ def _check_total(body: Body, tokens: int) -> None:
 
 
 def _view(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
-    if spec.shape[0] == 0:
+    if 0 in spec.shape:
         empty = np.empty(spec.shape, spec.dtype)
         empty.flags.writeable = False
         return empty
-    array = np.frombuffer(memory(buffer), dtype=spec.dtype)
+    array = np.frombuffer(memory(buffer), dtype=spec.dtype).reshape(spec.shape)
     if not array.flags.aligned:
         array = array.copy()
     array.flags.writeable = False

@@ -23,6 +23,7 @@ from telescope.environments.failures import GraderError, PolicyError
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.tools.redact import declare_secrets
 from telescope.environments.validate import describe_not_awaitable
+from telescope.maths import routing
 from telescope.maths.support import WHOLE, Support
 from telescope.records import FailureKind, RolloutOrder, Sampling
 from telescope.wire.messages import RolloutError, RolloutResult
@@ -168,14 +169,16 @@ def _find_kind(error: BaseException, chat: TokenChat) -> FailureKind:
 
 
 def _join_branches(recording: Recording) -> Arrays:
-    """ids, mask, logprobs, versions: all branches one after another."""
+    """ids, mask, logprobs, versions, and routing where it was recorded: all branches one after another."""
     branches = recording.branches
     if len(branches) == 1:
         only = branches[0]
-        return only.ids, only.mask, only.logprobs, only.versions
+        return only.arrays
+    routed = routing.joined([branch.routed for branch in branches], [len(branch.ids) for branch in branches])
     return (
         np.concatenate([branch.ids for branch in branches]),
         np.concatenate([branch.mask for branch in branches]),
         np.concatenate([branch.logprobs for branch in branches]),
         np.concatenate([branch.versions for branch in branches]),
+        *(() if routed is None else (routed,)),
     )

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch.distributed import distributed_c10d
 
 from telescope.algorithms.base import Algorithm
@@ -35,8 +35,8 @@ from telescope.maths.support import WHOLE, Support
 from telescope.weights.buckets import buckets, lay_out
 from tests.backends.four_ranks import forked, meet
 from tests.backends.megatron_watching import Watching, on_cpu, watch
-from tests.backends.models import random_model, random_other
-from tests.backends.shards import in_minibatches, make_job, make_shard, part
+from tests.backends.models import random_experts, random_model, random_other
+from tests.backends.shards import in_minibatches, make_job, make_shard, part, with_routing
 from tests.digits.batches import VARIANTS
 
 SHARES = {1: ([0, 1, 2, 3, 4, 5, 6, 7],), 2: ([0, 3, 1, 2], [6, 7, 5, 4]), 4: ([0, 3], [1, 2, 4], [6, 7], [5])}
@@ -54,6 +54,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
     "mistral": {"tie_word_embeddings": False, "sliding_window": 6},
+    "experts": {"seed": 4, "num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "experts tied": {
+        "seed": 2, "num_experts": 8, "num_hidden_layers": 3, "decoder_sparse_step": 2, "norm_topk_prob": False,
+        "sliding_window": 6, "use_sliding_window": True, "num_experts_per_tok": 3, "tie_word_embeddings": True,
+    },
     "qwen3 deep": {"num_hidden_layers": 9, "tie_word_embeddings": True},
     "llama deep": {"num_hidden_layers": 5, "tie_word_embeddings": False},
     "qwen3 deep windows": {
@@ -63,7 +68,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"],
     },
-}
+}  # fmt: skip
+"""Seeds are such that no token of the tests finds two experts that are nearly as probable: rounding would choose."""
 ALL_PENALTIES = VARIANTS["grpo, penalties of all kinds"]
 """Asks for the base model's log-probs, and trains the entropy."""
 
@@ -85,8 +91,10 @@ class Case:
     """Trajectories of each model; (): as `SHARES` has them."""
     bucket_size: int | None = None
     """Numbers of a bucket of gradients, where buckets are summed up as they are full; None: megatron-core's 40 million."""
+    replayed: bool = False
+    """Four of five tokens go to experts that were recorded."""
     missing: str = ""
-    """A sum of gradients over the ranks of a model that is left out, as megatron-core calls it."""
+    """A sum of gradients that is left out: over the ranks of a model as megatron-core calls it, or `EXPERTS`."""
 
     @property
     def tensor_size(self) -> int:
@@ -103,6 +111,7 @@ class Case:
 
 
 TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
+EP2, EP4 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}
 PP2, PP4 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 4}
 ROUND = {"virtual_pipeline_size": 2}
 OVERLAPPED = {"overlap_grad_reduce": True}
@@ -136,6 +145,20 @@ CASES = {
     "TP 2, DP 2, in buckets": Case(4, settings=TP2 | OVERLAPPED, bucket_size=1500),
     **{f"TP 2, DP 2, {model}": Case(4, model, TP2) for model in MODELS if model != "qwen3" and "deep" not in model},
     "TP 2, whole rows, qwen2": Case(2, "qwen2", TP2 | WHOLE_ROWS),
+    "1, experts": Case(1, "experts", {"gradient_checkpointing": "selective"}),
+    "TP 2, experts": Case(2, "experts", TP2, algorithm=ALL_PENALTIES),
+    "EP 2, experts": Case(2, "experts", EP2 | {"gradient_checkpointing": "full"}),
+    "EP 2, TP 2, experts": Case(2, "experts", EP2 | TP2 | {"gradient_checkpointing": "selective"}),
+    "EP 2, DP 4, experts": Case(4, "experts", EP2 | OVERLAPPED, bucket_size=1500),
+    "EP 2, TP 2, DP 2, experts": Case(4, "experts tied", EP2 | TP2),
+    "EP 2, TP 2, DP 2, experts, whole moments": Case(4, "experts", EP2 | TP2 | WHOLE_MOMENTS),
+    "EP 4, TP 2, experts": Case(4, "experts tied", EP4 | TP2),
+    "EP 2, TP 2, experts, replayed": Case(
+        2, "experts", EP2 | TP2 | {"gradient_checkpointing": "full"}, algorithm=ALL_PENALTIES, replayed=True
+    ),
+    "EP 2, DP 4, experts, replayed": Case(
+        4, "experts", EP2, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4), replayed=True
+    ),
     "PP 2": Case(2, settings=PP2),
     "PP 2, computed again, untied": Case(2, "qwen3 untied", PP2 | {"gradient_checkpointing": True}),
     "PP 2, one row": Case(2, settings=PP2, seq_len=256),
@@ -156,10 +179,11 @@ CASES = {
     "PP 2, DP 2, round, overlapped": Case(4, "qwen3 deep", PP2 | ROUND | OVERLAPPED, algorithm=ALL_PENALTIES),
     "PP 2, DP 2, an empty share": Case(4, settings=PP2, shares=([0, 3, 1, 2, 6, 7, 5, 4], [])),
 }  # fmt: skip
-NORMS, EMBEDDING = "_allreduce_non_tensor_model_parallel_grads", "_allreduce_word_embedding_grads"
+EXPERTS, NORMS, EMBEDDING = "experts", "_allreduce_non_tensor_model_parallel_grads", "_allreduce_word_embedding_grads"
 PLANTED = {
     "TP 2": Case(2, settings=TP2, missing=NORMS),
     "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS, missing=NORMS),
+    "TP 2, experts": Case(2, "experts", TP2, missing=EXPERTS),
     "PP 2": Case(2, settings=PP2, missing=EMBEDDING),
 }
 OWN_NORMS = Case(2, settings=PP2)
@@ -171,7 +195,13 @@ def models(folder: Path) -> dict[str, str]:
     for name, changes in MODELS.items():
         kind, place = name.partition(" ")[0], folder / name.replace(" ", "-")
         given = {**SIZES, "head_dim": 8, **changes}
-        made[name] = random_model(place, **given) if kind == "qwen3" else random_other(place, kind, **given)
+        match kind:
+            case "qwen3":
+                made[name] = random_model(place, **given)
+            case "experts":
+                made[name] = random_experts(place, **given)
+            case _:
+                made[name] = random_other(place, kind, **given)
     for kind in KEEPING:
         for layers in (1, 3):
             make_one = random_model if kind == "qwen3" else partial(random_other, kind=kind)
@@ -180,7 +210,14 @@ def models(folder: Path) -> dict[str, str]:
 
 
 def make(case: Case, model: str, world: World) -> Job:
-    job = make_job(model=model, seq_len=case.seq_len, pad_to_multiple_of=1, world=world, algorithm=case.algorithm)
+    job = make_job(
+        model=model,
+        seq_len=case.seq_len,
+        pad_to_multiple_of=1,
+        world=world,
+        algorithm=case.algorithm,
+        router_replay=case.replayed,
+    )
     return replace(job, support=case.support)
 
 
@@ -188,8 +225,13 @@ def whole_shard(step: int = 1, sizes: tuple[int, ...] = (8,), temperatures: tupl
     return in_minibatches(make_shard(step, seed=step, temperatures=temperatures), sizes)
 
 
+def shard_of(case: Case, step: int = 1) -> TrainShard:
+    whole = whole_shard(step, case.minibatches, case.temperatures)
+    return with_routing(whole, layers=2, experts=8, top_k=2) if case.replayed else whole
+
+
 def share(case: Case, rank: int, step: int = 1) -> TrainShard:
-    return part(whole_shard(step, case.minibatches, case.temperatures), case.share(rank))
+    return part(shard_of(case, step), case.share(rank))
 
 
 def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:
@@ -220,23 +262,32 @@ def run(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
     backend.close()
 
 
-def pack_all(backend: Any, rank: int) -> torch.Tensor:
-    """A version in bfloat16, [nbytes] uint8; empty on other ranks than the first."""
-    specs, nbytes = lay_out(backend.layout(), "bfloat16")
-    whole = torch.zeros(nbytes, dtype=torch.uint8)
+def pack_all(backend: Any, rank: int) -> dict[str, torch.Tensor]:
+    """A version in bfloat16, flat, by name; empty on other ranks than the first."""
+    specs, _ = lay_out(backend.layout(), "bfloat16")
+    found = {}
     for bucket in buckets(specs, 5000):
         out = torch.empty(bucket.nbytes, dtype=torch.uint8) if rank == 0 else None
         backend.pack(bucket, out)
         if out is not None:
             for spec in bucket.specs:
                 first = spec.offset - bucket.start
-                whole[spec.offset : spec.offset + spec.nbytes] = out[first : first + spec.nbytes]
-    return whole
+                found[spec.name] = out[first : first + spec.nbytes].view(torch.bfloat16)
+    return found
 
 
 def planted(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
-    with mock.patch(f"megatron.core.distributed.finalize_model_grads.{case.missing}", return_value=None):
+    if case.missing == EXPERTS:
+        left_out: Any = mock.patch.object(DistributedDataParallel, "finish_grad_sync", without_experts)
+    else:
+        left_out = mock.patch(f"megatron.core.distributed.finalize_model_grads.{case.missing}", return_value=None)
+    with left_out:
         run(f"planted {name}", case, model, rank, folder)
+
+
+def without_experts(ddp: Any, **_: Any) -> None:
+    for group in ddp.bucket_groups:
+        group.finish_grad_sync()
 
 
 def own_norms(model: str, rank: int, folder: Path) -> None:
@@ -259,10 +310,24 @@ RESUMED = {
     "DP 2, half, in buckets": Case(2, settings=HALF | OVERLAPPED, bucket_size=1500),
     "PP 2, TP 2": Case(4, settings=PP2 | TP2),
     "PP 2, DP 2, half": Case(4, settings=PP2 | HALF),
+    "EP 2, TP 2, DP 2, experts": Case(4, "experts", EP2 | TP2),
+    "EP 2, half, experts": Case(2, "experts", EP2 | HALF),
     "1": Case(1),
 }
-"""Each goes on from its own checkpoint. Others go on from the first's, whose ranks are four, from that of two stages, and from
-one of FSDP, which lies in the folder before the ranks begin."""
+"""Each goes on from its own checkpoint."""
+MOVED = {
+    "1 of four": ("TP 2, DP 2", Case(1)),
+    "PP 2 of four": ("TP 2, DP 2", Case(2, settings=PP2)),
+    "1 of two stages": ("PP 2, TP 2", Case(1)),
+    "EP 2 of four": ("EP 2, TP 2, DP 2, experts", Case(2, "experts", EP2)),
+}
+"""Each goes on from the checkpoint of one of `RESUMED`, by its name, which has four ranks."""
+OF_FSDP = {
+    "TP 2": Case(2, settings=TP2),
+    "PP 2": Case(2, settings=PP2),
+    "EP 2, TP 2, experts": Case(2, "experts", EP2 | TP2),
+}
+"""Each goes on from a checkpoint of FSDP, which lies in the folder before the ranks begin."""
 
 
 def resume(name: str, case: Case, model: str, rank: int, folder: Path, begin: Path | None) -> None:
@@ -406,6 +471,12 @@ def main() -> int:
             if case.ranks == size:
                 resume(name, case, made[case.model], rank, folder, None)
                 resume(name, case, made[case.model], rank, folder, folder / f"saved {name}")
+        for name, (begun, case) in MOVED.items():
+            if case.ranks == size:
+                resume(name, case, made[case.model], rank, folder, folder / f"saved {begun}")
+        for name, case in OF_FSDP.items():
+            if case.ranks == size:
+                resume(f"{name} of FSDP", case, made[case.model], rank, folder, folder / f"saved by FSDP {case.model}")
         for name, case in KEPT.items():
             if case.ranks == size:
                 for kind in KEEPING:
@@ -413,12 +484,6 @@ def main() -> int:
                         count_kept(name, case, kind, layers, rank, folder)
         if size == 2:
             own_norms(made["qwen3"], rank, folder)
-            for name, settings in (("TP 2", TP2), ("PP 2", PP2)):
-                resume(f"{name} of FSDP", Case(2, settings=settings), made["qwen3"], rank, folder, folder / "saved by FSDP")
-            resume("PP 2 of four", Case(2, settings=PP2), made["qwen3"], rank, folder, folder / "saved TP 2, DP 2")
-        if size == 1:
-            resume("1 of four", RESUMED["1"], made["qwen3"], rank, folder, folder / "saved TP 2, DP 2")
-            resume("1 of two stages", RESUMED["1"], made["qwen3"], rank, folder, folder / "saved PP 2, TP 2")
 
     return forked(one_rank)
 

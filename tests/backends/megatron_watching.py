@@ -47,7 +47,8 @@ def gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:
             continue
         for name, part in backend._table.split(rule, whole).items():
             dim = backend._table.of[name][1].dim
-            spread = backend._parallel.spread(part.contiguous(), dim, backend._table.shapes[name])
+            shape = backend._table.shapes[name]
+            spread = backend._parallel.spread(part.contiguous(), dim, shape, of_expert=rule.of_experts)
             found[name] = spread.full_tensor().clone()  # type: ignore[attr-defined]
     return found
 

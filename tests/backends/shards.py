@@ -14,6 +14,7 @@ from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, TrainShard, World
 from telescope.config.sections import ModelSettings, TrainerSettings
 from telescope.maths.minibatches import denominators
+from telescope.maths.routing import dtype_of, unrecorded
 from telescope.records import Denominators, TrainItem
 
 VOCABULARY = 128
@@ -82,7 +83,17 @@ def part(shard: TrainShard, indices: Sequence[int]) -> TrainShard:
     ends = np.cumsum([item.length for item in shard.items])
     kept = np.array([place for i in indices for place in range(ends[i] - shard.items[i].length, ends[i])], int)
     arrays = (shard.ids[kept], shard.mask[kept], shard.logprobs[kept], shard.versions[kept])
-    return TrainShard(shard.step, tuple(shard.items[i] for i in indices), *arrays, shard.denominators)
+    routed = None if shard.routed is None else shard.routed[kept]
+    return TrainShard(shard.step, tuple(shard.items[i] for i in indices), *arrays, shard.denominators, routed)
+
+
+def with_routing(shard: TrainShard, layers: int, experts: int, top_k: int, *, share: float = 0.8) -> TrainShard:
+    """The same with a recorded choice of drawn experts for this share of its tokens."""
+    random = np.random.default_rng(shard.step)
+    orders = random.random((len(shard.ids), layers, experts)).argsort(-1)[..., :top_k]
+    routed = orders.astype(dtype_of(experts))
+    routed[random.random(len(shard.ids)) >= share] = unrecorded(routed.dtype)
+    return replace(shard, routed=routed)
 
 
 def make_job(

@@ -444,7 +444,8 @@ def test_flash_is_the_first_of_the_three_flash_kernels():
         (
             "flash2",
             gpu(9),
-            "backend.attention=flash2 needs the package flash_attn, which is not installed: use cudnn, or auto",
+            "backend.attention=flash2 needs the package flash_attn, which is not installed \\(run pip install "
+            "--no-build-isolation 'flash-attn>=2.8,<2.9', the extra `flash` of telescope-rl\\): use cudnn, or auto",
         ),
         (
             "flash3",

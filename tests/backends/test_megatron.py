@@ -27,10 +27,15 @@ from telescope.maths.parallel_memory import parallel_activation_bytes
 from tests.backends.four_ranks import run_module
 from tests.backends.megatron_ranks import (
     CASES,
+    EMBEDDING,
+    EXPERTS,
     KEEPING,
     KEPT,
     KEPT_TOKENS,
     MODELS,
+    MOVED,
+    NORMS,
+    OF_FSDP,
     OWN_NORMS,
     PLANTED,
     RESUMED,
@@ -40,6 +45,7 @@ from tests.backends.megatron_ranks import (
     make,
     models,
     pack_all,
+    shard_of,
     whole_shard,
 )
 from tests.backends.shards import make_job, part
@@ -51,6 +57,8 @@ CLOSE = 1e-5
 """‖g − g′‖ / ‖g‖ of each parameter's gradient."""
 SAME = ("loss", "grad_norm", "entropy", "kl_divergence_inference", "trained_tokens", "packed_tokens", "learning_rate")
 """Metrics that do not depend on rows and ranks."""
+WORST = {NORMS: "norm.weight", EMBEDDING: "embed_tokens.weight", EXPERTS: ".mlp.experts."}
+"""In whose name what is missing is found, by the sum that is left out."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -62,8 +70,8 @@ class Plain:
     metrics: dict[str, float]
     gradients: Tensors
     weights: Tensors
-    packed: torch.Tensor
-    begun: torch.Tensor
+    packed: Tensors
+    begun: Tensors
     """As `packed`, before the step."""
 
 
@@ -72,7 +80,8 @@ def folder(tmp_path_factory) -> Path:
     """Filled by four ranks, once for all tests."""
     found: Path = tmp_path_factory.mktemp("megatron")
     models(found)
-    save_by_fsdp(found)
+    for model in dict.fromkeys(case.model for case in OF_FSDP.values()):
+        save_by_fsdp(found, model)
     run_module("tests.backends.megatron_ranks", str(found), limit_s=LIMIT_S)
     return found
 
@@ -84,13 +93,13 @@ def plain(folder: Path) -> dict[tuple[Any, ...], Plain]:
 
 
 def key(case: Case) -> tuple[Any, ...]:
-    return case.model, case.support, case.temperatures, repr(case.algorithm), case.minibatches
+    return case.model, case.support, case.temperatures, repr(case.algorithm), case.minibatches, case.replayed
 
 
 def by_fsdp(case: Case, folder: Path) -> Plain:
     backend = watch(make(case, str(folder / case.model.replace(" ", "-")), World(0, 1, "cpu")))
     begun = pack_all(backend, 0)
-    shard = whole_shard(1, case.minibatches, case.temperatures)
+    shard = shard_of(case)
     logprobs = backend.logprobs(shard)
     metrics = backend.train_step(shard).metrics
     weights = dict(backend.weights())
@@ -134,21 +143,27 @@ def test_it_is_what_fsdp_computes(folder: Path, plain: dict[tuple[Any, ...], Pla
             {each: expected.metrics[each] for each in SAME}, rel=1e-5
         )
         assert metrics.keys() == expected.metrics.keys()
-    assert list(found["weights"]) == list(expected.weights), "names, and their order"
-    apart = max(float((found["weights"][each] - tensor).abs().max()) for each, tensor in expected.weights.items())
-    assert apart <= 2e-5, "AdamW's first step is the rate, 1e-3, whatever the gradient's size"
-    ours, theirs = found["packed"].view(torch.bfloat16).float(), expected.packed.view(torch.bfloat16).float()
-    assert ours.shape == theirs.shape
-    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-4)
+    assert found["weights"].keys() == expected.weights.keys()
+    apart = torch.cat([(found["weights"][each] - tensor).abs().flatten() for each, tensor in expected.weights.items()])
+    assert int((apart > 2e-5).sum()) <= 1, "AdamW's first step is the rate, 1e-3, whatever the gradient's size"
+    assert float(apart.max()) <= 5e-5, "one number's gradient, 3e-8, is next to AdamW's own 1e-8, and so is its rounding"
+    assert found["packed"].keys() == expected.packed.keys()
+    for each, theirs in expected.packed.items():
+        torch.testing.assert_close(found["packed"][each].float(), theirs.float(), rtol=2**-7, atol=1e-4)
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
 @pytest.mark.parametrize("name", CASES)
 def test_before_a_step_servers_are_sent_the_same_bytes_as_by_fsdp(folder: Path, plain: dict[tuple[Any, ...], Plain], name: str):
     """Version 0 of a checkpoint that both read."""
-    found, expected = torch.load(folder / f"{name}.pt"), plain[key(CASES[name])]
-    assert torch.equal(found["begun"], expected.begun)
-    assert not torch.equal(found["begun"], found["packed"]), "after the step they are others"
+    case = CASES[name]
+    found, expected = torch.load(folder / f"{name}.pt"), plain[key(case)]
+    assert found["begun"].keys() == expected.begun.keys()
+    assert all(torch.equal(found["begun"][each], theirs) for each, theirs in expected.begun.items())
+    changed = [each for each, before in found["begun"].items() if not torch.equal(before, found["packed"][each])]
+    assert len(changed) > len(expected.begun) / 2, "after the step they are others"
+    if case.settings.get("expert_parallel_size", 1) == 1:
+        assert list(found["begun"]) == list(expected.begun), "ranks that share out experts send them in turn"
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
@@ -210,7 +225,7 @@ def test_a_sum_over_the_ranks_of_a_model_that_is_left_out_is_found_and_the_worst
     case = PLANTED[name]
     distance, whose = worst(plain[key(case)].gradients, gradients(folder, f"planted {name}", case))
     assert distance > 0.1
-    assert whose.endswith("embed_tokens.weight" if case.stages > 1 else "norm.weight")
+    assert WORST[case.missing] in whose
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
@@ -232,14 +247,12 @@ def test_a_resumed_run_goes_on_to_the_bit(folder: Path, name: str):
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
-@pytest.mark.parametrize(
-    ("name", "others"), [("TP 2, DP 2", ("1 of four", "PP 2 of four")), ("PP 2, TP 2", ("1 of two stages",))]
-)
-def test_a_checkpoint_of_four_ranks_is_gone_on_with_by_others_and_by_fsdp(folder: Path, name: str, others: tuple[str, ...]):
+@pytest.mark.parametrize("name", dict.fromkeys(begun for begun, _ in MOVED.values()))
+def test_a_checkpoint_of_four_ranks_is_gone_on_with_by_others_and_by_fsdp(folder: Path, name: str):
     """Its files have the names, shapes and moments of Hugging Face's tensors, whoever wrote them."""
     went_on = torch.load(folder / f"went on {name}.pt")
-    resumed = [torch.load(folder / f"resumed {other}.pt") for other in others]
-    found = [*resumed, by_fsdp_from(folder / f"saved {name}", folder)]
+    resumed = [torch.load(folder / f"resumed {other}.pt") for other, (begun, _) in MOVED.items() if begun == name]
+    found = [*resumed, by_fsdp_from(folder / f"saved {name}", folder, RESUMED[name].model)]
     for each in found:
         for one, other in zip(went_on["metrics"], each["metrics"], strict=True):
             assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
@@ -249,29 +262,33 @@ def test_a_checkpoint_of_four_ranks_is_gone_on_with_by_others_and_by_fsdp(folder
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
-@pytest.mark.parametrize("name", ["TP 2", "PP 2"])
+@pytest.mark.parametrize("name", OF_FSDP)
 def test_a_checkpoint_of_fsdp_is_gone_on_with_by_two_ranks_of_a_model(folder: Path, name: str):
-    went_on, found = by_fsdp_from(folder / "saved by FSDP", folder), torch.load(folder / f"resumed {name} of FSDP.pt")
+    model = OF_FSDP[name].model
+    went_on = by_fsdp_from(folder / f"saved by FSDP {model}", folder, model)
+    found = torch.load(folder / f"resumed {name} of FSDP.pt")
     for one, other in zip(went_on["metrics"], found["metrics"], strict=True):
         assert {each: other[each] for each in SAME} == pytest.approx({each: one[each] for each in SAME}, rel=1e-5)
         assert other["loss"] == pytest.approx(one["loss"], rel=2e-6)
-    apart = {name: float((found["weights"][name] - tensor).abs().max()) for name, tensor in went_on["weights"].items()}
-    assert max(apart.values()) < 5e-6, apart
+    for name, tensor in went_on["weights"].items():
+        apart = (found["weights"][name] - tensor).abs()
+        assert float(apart.max()) < 2e-4, name
+        assert int((apart > 5e-6).sum()) <= 1, f"{name}: AdamW makes steps of rounding where a gradient is next to nothing"
 
 
-def save_by_fsdp(folder: Path) -> None:
+def save_by_fsdp(folder: Path, model: str) -> None:
     """After step 1."""
-    backend = watch(make_job(model=str(folder / "qwen3"), seq_len=64, pad_to_multiple_of=1))
+    backend = watch(make_job(model=str(folder / model), seq_len=64, pad_to_multiple_of=1))
     backend.train_step(whole_shard())
     outcomes: queue.Queue[Any] = queue.Queue()
-    backend.save(1, folder / "saved by FSDP", outcomes.put)
+    backend.save(1, folder / f"saved by FSDP {model}", outcomes.put)
     outcome = outcomes.get(timeout=60)
     assert isinstance(outcome, Saved), outcome
     backend.close()
 
 
-def by_fsdp_from(checkpoint: Path, folder: Path) -> dict[str, Any]:
-    job = make_job(model=str(folder / "qwen3"), seq_len=64, pad_to_multiple_of=1)
+def by_fsdp_from(checkpoint: Path, folder: Path, model: str) -> dict[str, Any]:
+    job = make_job(model=str(folder / model), seq_len=64, pad_to_multiple_of=1)
     backend = watch(replace(job, resume=checkpoint))
     metrics = [backend.train_step(whole_shard(step)).metrics for step in (2, 3)]
     found = {"metrics": metrics, "weights": dict(backend.weights())}

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed here
 from telescope.backends import megatron
 from telescope.backends.common.models import UnfitModel
 from telescope.backends.megatron import Megatron, architecture
-from tests.backends.models import random_model, random_other
+from tests.backends.models import random_experts, random_model, random_other
 from tests.backends.shards import make_job
 
 
@@ -53,6 +53,8 @@ def test_ranks_that_do_not_go_with_the_settings_are_named():
     (sentence,) = errors(Megatron(tensor_parallel_size=4), 6)
     assert "backend.tensor_parallel_size=4 must divide cluster.trainer_num_workers=6" in sentence
     assert "cluster.trainer_num_workers=8" in sentence
+    (sentence,) = errors(Megatron(expert_parallel_size=4), 6)
+    assert "backend.expert_parallel_size=4 must divide cluster.trainer_num_workers=6" in sentence
     (sentence,) = errors(Megatron(sequence_parallel=True), 2)
     assert "set sequence_parallel=auto" in sentence
     (sentence,) = errors(Megatron(tensor_parallel_size=2, sequence_parallel=False, gradient_checkpointing="selective"), 2)
@@ -69,6 +71,11 @@ def test_stages_that_do_not_go_with_the_ranks_or_with_each_other_are_named():
         "backend.tensor_parallel_size=2 times backend.pipeline_parallel_size=2 must divide cluster.trainer_num_workers=6: so "
         "many ranks hold the model together; set cluster.trainer_num_workers=8, or another tensor_parallel_size or "
         "pipeline_parallel_size"
+    )
+    (sentence,) = errors(Megatron(pipeline_parallel_size=2, expert_parallel_size=4), 8)
+    assert sentence == (
+        "backend.expert_parallel_size=4 shares out the experts of a model, and a model with experts can't be cut into "
+        "backend.pipeline_parallel_size=2 stages yet: set one of them to 1"
     )
     (sentence,) = errors(Megatron(virtual_pipeline_size=2), 2)
     assert sentence == (
@@ -117,7 +124,7 @@ def test_auto_is_decided_by_the_ranks():
     staged = Megatron(tensor_parallel_size=2, pipeline_parallel_size=4, virtual_pipeline_size=2)
     assert staged.ranks_a_shard == 8
     assert (staged.spreads_optimizer(8), staged.spreads_optimizer(16)) == (False, True)
-    assert two.alone() == staged.alone() == Megatron()
+    assert two.alone() == staged.alone() == Megatron(expert_parallel_size=2).alone() == Megatron()
 
 
 @pytest.mark.parametrize(
@@ -146,6 +153,33 @@ def test_sizes_that_do_not_divide_are_refused(tmp_path, size: int, changes: dict
     model = random_model(tmp_path / "model", **changes)
     with pytest.raises(UnfitModel, match=sentence):
         architecture.read(Megatron(tensor_parallel_size=size), make_job(model=model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"pipeline_parallel_size": 2}, r"not built for models with experts: set it to 1, .* backend\.expert_parallel_size$"),
+        ({"expert_parallel_size": 3}, r"expert_parallel_size=3 must divide its 4 experts: set it to one of 1, 2, 4$"),
+        (
+            {"tensor_parallel_size": 2, "sequence_parallel": False},
+            r"sequence_parallel=false gives each .* set sequence_parallel=auto",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_shared_out_are_refused(tmp_path, settings: dict[str, Any], sentence: str):
+    model = random_experts(tmp_path / "model", intermediate_size=47)
+    with pytest.raises(UnfitModel, match=sentence):
+        architecture.read(Megatron(**settings), make_job(model=model))
+    assert architecture.read(Megatron(tensor_parallel_size=2), make_job(model=model)).facts.experts == 4, "no layer is dense"
+
+
+def test_experts_are_not_asked_of_a_model_that_has_none(tmp_path):
+    job = make_job(model=random_model(tmp_path / "model"))
+    with pytest.raises(UnfitModel, match=r"deals out experts, and this model has none: set it to 1"):
+        architecture.read(Megatron(expert_parallel_size=2), job)
+    replayed = replace(job, trainer=job.trainer.model_copy(update={"router_replay": True}))
+    with pytest.raises(UnfitModel, match=r"trainer\.router_replay=true is for models with experts, and this has none"):
+        architecture.read(Megatron(), replayed)
 
 
 def test_a_model_whose_rotations_follow_lengths_is_refused_as_with_fsdp(tmp_path):

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here: the extra `megatron` brings it")
 
 from telescope.backends.megatron.rules import ARCHITECTURES, ModelDimensions, TensorMap, named, rules
+from tests.backends.models import random_experts
 
 SIZES = {
     "vocab_size": 13, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -16,15 +17,21 @@ SIZES = {
 }  # fmt: skip
 
 
+EXPERTS = {"num_experts": 8, "moe_intermediate_size": 6, "mlp_only_layers": [1]}
+
+
 def facts(kind: str, tied: bool) -> ModelDimensions:
+    sparse = kind == "qwen3_moe"
     return ModelDimensions(
-        layers=2, heads=8, groups=4, head_dim=4, vocabulary=13, tied=tied, qkv_bias=kind == "qwen2", head_norms=kind == "qwen3"
-    )
+        layers=2, heads=8, groups=4, head_dim=4, vocabulary=13, tied=tied, qkv_bias=kind == "qwen2",
+        head_norms=kind in ("qwen3", "qwen3_moe"), experts=8 if sparse else 0, expert_layers=frozenset({0} if sparse else ()),
+    )  # fmt: skip
 
 
 def tensors(kind: str, tied: bool) -> dict[str, torch.Tensor]:
     """Numbered, each once."""
-    sizes = SIZES if kind != "qwen2" else {**SIZES, "hidden_size": 32}
+    own = {"qwen2": {"hidden_size": 32}, "qwen3_moe": EXPERTS}
+    sizes = {**SIZES, **own.get(kind, {})}
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, tie_word_embeddings=tied))
     found, start = {}, 0
     for name, parameter in lm.named_parameters():
@@ -57,7 +64,7 @@ def test_all_tensors_come_back_as_they_were(kind: str, tied: bool, size: int):
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in whole}
     for rank in range(size):
-        table = TensorMap(facts(kind, tied), shapes, rank, size)
+        table = TensorMap(facts(kind, tied), shapes, rank, size, rank, size)
         mine = cut(table, whole)
         for name, rule in table.rules.items():
             local = torch.full(shape(table, name, size), -1.0, dtype=torch.float64)
@@ -106,4 +113,35 @@ def test_a_tensor_that_the_table_does_not_know_is_named():
 def test_every_parameter_has_one_rule():
     names = [rule.parameter for rule in rules(facts("qwen3", False))]
     assert len(names) == len(set(names)) == 2 * 8 + 3
-    assert named() == "Llama, Mistral, Qwen2 (and 2.5) and Qwen3 (dense)"
+    assert named() == "Llama, Mistral, Qwen2 (and 2.5), Qwen3 (dense) and Qwen3-MoE"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_matrices_of_a_models_files_are_where_the_table_says(tmp_path, size: int):
+    """Gate above up; of four experts a rank has a run, and ranks take turns in the list."""
+    from safetensors.torch import load_file
+
+    folder = random_experts(tmp_path / "model", num_hidden_layers=1)
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    whole = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    known = ModelDimensions(
+        layers=1, heads=4, groups=2, head_dim=16, vocabulary=128, tied=False, qkv_bias=False, head_norms=True, experts=4,
+        expert_layers=frozenset({0}),
+    )  # fmt: skip
+    seen = []
+    for rank in range(size):
+        table = TensorMap(known, shapes, 0, 1, rank, size)
+        assert table.files.keys() == stored.keys()
+        for name in shapes:
+            if "experts" not in name:
+                assert torch.equal(whole[name], stored[name])
+                continue
+            _, first, count = table.here(name)
+            for own in table.matrices(name):
+                part = table.files[own].within(whole[name][first : first + count], first)
+                assert torch.equal(part, stored[own]), own
+                seen.append(own)
+    assert sorted(seen) == sorted(name for name in stored if "experts" in name)
+    downs = [int(name.split(".")[5]) for name in table.files if name.endswith("down_proj.weight")]
+    assert downs == {1: [0, 1, 2, 3], 2: [0, 2, 1, 3], 4: [0, 1, 2, 3]}[size]

@@ -1,5 +1,6 @@
 """Rows, alignment and filler."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -152,3 +153,15 @@ def test_other_arrays_are_laid_out_as_the_row_is():
     rows = packing.pack([2, 3], seq_len=5, multiple=8)
     laid = packing.lay_out(rows[0], [np.float32([1, 2]), np.float32([3, 4, 5])], fill=-9.0)
     assert laid.tolist() == [1, 2, 3, 4, 5, -9, -9, -9]
+
+
+def test_recorded_routing_lies_where_its_tokens_do_and_the_rest_is_marked():
+    """A row of 3 + 2 tokens and one of padding; of the second trajectory nothing was recorded."""
+    record = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)
+    plain = [trajectory([0] * length, [0] * length) for length in (3, 2)]
+    items = [item(1, 3), item(2, 2)]
+    (row,) = packing.pack([3, 2], seq_len=8, multiple=6)
+    arrays = packing.arrange(row, [msgspec.structs.replace(plain[0], routed=record), plain[1]], items)
+    assert arrays.routed is not None
+    assert arrays.routed.tolist() == [[[0, 1]], [[2, 3]], [[4, 5]], *[[[255, 255]]] * 3]
+    assert packing.arrange(row, plain, items).routed is None

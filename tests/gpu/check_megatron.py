@@ -4,9 +4,10 @@
 The same batch and weights by both: log-probs, loss, every parameter's gradient, the weights after one step of AdamW. In
 float32 (TF32 off) a gradient is within 1e-5 of FSDP's, by ‖g - g′‖ / ‖g‖ of each tensor; in bfloat16 within 2e-2 of FSDP's in
 float32, or within twice FSDP's own distance in bfloat16. The worst tensor is named. Then two checks of itself: a checkpoint is
-gone on with, in float32 to the bit, and a sum over ranks that is left out is found. `--only` takes worlds whose name has that
-in it. `--speed` times a model of Qwen3-0.6B's shape beside FSDP. Exits 0 only if all hold. `--device cpu` runs the same on a
-CPU. No pytest module: it needs GPUs.
+gone on with, in float32 to the bit, and a sum over ranks that is left out is found. Models with experts share them out over two
+GPUs, with and without recorded routing (`--models experts "experts, replayed"`: those alone). `--only` takes worlds whose name
+has that in it. `--speed` times a model of Qwen3-0.6B's shape beside FSDP. Exits 0 only if all hold. `--device cpu` runs the
+same on a CPU. No pytest module: it needs GPUs.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from telescope.backends.megatron import Megatron
 from telescope.maths.support import Support
 from tests.backends.megatron_watching import on_cpu
 from tests.backends.megatron_watching import watch as watch_megatron
-from tests.backends.models import random_model, random_other
-from tests.backends.shards import make_job, make_shard, part
+from tests.backends.models import random_experts, random_model, random_other
+from tests.backends.shards import make_job, make_shard, part, with_routing
 from tests.backends.watching import watch
 from tests.gpu.needed import need_gpus
 from tests.ports import free_ports
@@ -49,7 +50,15 @@ RATE = 1e-3
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen2": {"tie_word_embeddings": False},
+    "experts": {"seed": 4},
+    "experts, replayed": {"seed": 4},
 }
+"""The last one's tokens go to experts that were recorded: in half precision each backend's own router may choose others, so the
+one before is compared in float32 alone."""
+EXPERTS = {
+    "num_experts": 8, "moe_intermediate_size": 128, "num_hidden_layers": 3, "mlp_only_layers": [1],
+    "tie_word_embeddings": False,
+}  # fmt: skip
 SIZES = {
     "hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
     "vocab_size": 1003, "initializer_range": 0.05, "max_position_embeddings": 1024, "num_hidden_layers": 4,
@@ -71,10 +80,18 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP 2, round": (2, ROUND),
     "PP 2, round, overlapped, not computed again": (2, ROUND | {"overlap_grad_reduce": True, "gradient_checkpointing": False}),
 }
+EP2 = {"expert_parallel_size": 2}
+EXPERT_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "TP 2": (2, TP2),
+    "EP 2": (2, EP2 | {"overlap_grad_reduce": True}),
+    "EP 2, TP 2": (2, EP2 | TP2),
+    "EP 2, TP 2, selective": (2, EP2 | TP2 | {"gradient_checkpointing": "selective"}),
+}
 COLD = "one row, cold"
 """Worlds whose ranks are processes of their own and begin with a step, of fewer rows than stages: kernels are loaded and
 memory is found while a stage waits for the other."""
-RESUMED_WORLDS = ("1", "TP 2", "DP 2", "PP 2", "PP 2, round")
+RESUMED_WORLDS = ("1", "TP 2", "DP 2", "EP 2", "PP 2", "PP 2, round")
 MIXED = "TP 2, temperatures, cut, entropy"
 """A world of two whose trajectories have temperatures of their own, of which `CUT` leaves few tokens, with an entropy bonus. In
 float32 alone: in bfloat16 other tokens are among the likeliest."""
@@ -100,6 +117,8 @@ class Order:
     """A sum over ranks that is left out."""
     mixed: bool = False
     """See `MIXED`."""
+    replayed: bool = False
+    """Tokens go to experts that were recorded."""
     resumed: bool = False
     cold: bool = False
     """See `COLD`."""
@@ -152,11 +171,13 @@ def rank_of(rank: int, orders: list[Order], ports: list[int]) -> None:
 def compute(rank: int, order: Order, world: World, again: int) -> None:
     planted: Any = mock.patch(order.missing, return_value=None) if order.missing else nullcontext()
     with planted, on_cpu() if order.device == "cpu" else nullcontext():
-        job = make_job(model=order.model, seq_len=order.row_tokens, world=world)
+        job = make_job(model=order.model, seq_len=order.row_tokens, world=world, router_replay=order.replayed)
         if order.mixed:
             job = replace(job, support=CUT, algorithm=GRPO(entropy_coef=BONUS))
         backend = build(order, job)
         shard = make_shard(lengths=LENGTHS, temperatures=TEMPERATURES if order.mixed else (1.0,))
+        if order.replayed:
+            shard = with_routing(shard, layers=2, experts=8, top_k=2, share=1.0)
         own = part(shard, order.share(rank))
         logprobs = np.empty(0) if order.cold else backend.logprobs(own)
         found: dict[str, Any] = {"metrics": backend.train_step(own).metrics}
@@ -191,7 +212,7 @@ def gone_on(backend: Any, order: Order, own: Any, world: World, port: int) -> fl
     weights = dict(backend.weights())
     backend.close()
     os.environ["MASTER_PORT"] = str(port)
-    job = make_job(model=order.model, seq_len=order.row_tokens, world=world)
+    job = make_job(model=order.model, seq_len=order.row_tokens, world=world, router_replay=order.replayed)
     again = build(order, replace(job, resume=order.out.with_suffix(".saved")))
     second = [again.train_step(replace(own, step=step)).metrics["loss"] for step in (2, 3)]
     apart: float = otherwise(weights, dict(again.weights())) + max(
@@ -244,24 +265,32 @@ def logprob_gap(expected: np.ndarray, found: list[np.ndarray], order: Order) -> 
     return most
 
 
-def agreement(folder: Path, gpus: int, device: str, only: str) -> bool:
+def agreement(folder: Path, gpus: int, device: str, models: list[str], only: str) -> bool:
     plain, mixed, ours = dict[tuple[str, str], Order](), dict[str, Order](), dict[str, tuple[str, str, Order]]()
-    for name, changes in MODELS.items():
-        given, place = {**SIZES, **changes}, folder / name
-        model = random_model(place, **given) if name == "qwen3" else random_other(place, name, **given)
+    for name in models:
+        changes = MODELS[name]
+        model, replayed = make_one(name, changes, folder / name), name.endswith("replayed")
         for precision, how in PRECISIONS.items():
+            if name == "experts" and precision != "float32":
+                continue
             out = folder / f"fsdp-{name}-{precision}"
-            plain[name, precision] = Order("fsdp", model, 1, how, out, device=device)
-            for world, (size, settings) in WORLDS.items():
+            plain[name, precision] = Order("fsdp", model, 1, how, out, replayed=replayed, device=device)
+            for world, (size, settings) in (EXPERT_WORLDS if "experts" in name else WORLDS).items():
                 resumed, cold, out = world in RESUMED_WORLDS, COLD in world, folder / f"{name}-{world}-{precision}"
-                order = Order("megatron", model, size, settings | how, out, resumed=resumed, cold=cold, device=device)
+                order = Order(
+                    "megatron", model, size, settings | how, out, resumed=resumed, cold=cold, replayed=replayed, device=device
+                )  # fmt: skip
                 ours[f"{name}, {world}, {precision}"] = name, precision, order
+        if replayed:
+            continue
         how = PRECISIONS["float32"]
-        planted = {"TP 2": (TP2, NORMS)} | ({"PP 2": (PP2, EMBEDDING)} if changes["tie_word_embeddings"] else {})
+        planted = {"TP 2": (TP2, NORMS)} | ({"PP 2": (PP2, EMBEDDING)} if changes.get("tie_word_embeddings") else {})
         for world, (settings, missing) in planted.items():
             out = folder / f"planted-{name}-{world}"
             order = Order("megatron", model, 2, settings | how, out, missing=missing, device=device)
             ours[f"{name}, {world}, a sum that is left out"] = name, "float32", order
+        if name == "experts":
+            continue
         mixed[name] = Order("fsdp", model, 1, how, folder / f"fsdp-{name}-mixed", mixed=True, device=device)
         order = Order("megatron", model, 2, TP2 | how, folder / f"{name}-mixed", mixed=True, device=device)
         ours[f"{name}, {MIXED}, float32"] = name, "float32", order
@@ -274,15 +303,25 @@ def agreement(folder: Path, gpus: int, device: str, only: str) -> bool:
             run(orders)
         for order in (order for order in every if order.size == size and order.cold):
             run([order])
-    exact = {name: read(plain[name, "float32"]) for name in MODELS}
+    exact = {name: read(plain[name, "float32"]) for name in models}
     limits = {
-        name: allowed(exact[name]["gradients"], read(plain[name, "bfloat16"])["gradients"]) for name in MODELS
+        name: allowed(exact[name]["gradients"], read(plain[name, "bfloat16"])["gradients"])
+        for name in models if (name, "bfloat16") in plain
     }  # fmt: skip
     found = [
-        tell(each, order, read(mixed[name]) if order.mixed else exact[name], limits[name], how)
+        tell(each, order, read(mixed[name]) if order.mixed else exact[name], limits.get(name, {}), how)
         for each, (name, how, order) in asked.items()
     ]
     return all(found)
+
+
+def make_one(name: str, changes: dict[str, Any], place: Path) -> str:
+    given = {**SIZES, **changes}
+    if name == "qwen3":
+        return random_model(place, **given)
+    if name.startswith("experts"):
+        return random_experts(place, **{**given, **EXPERTS})
+    return random_other(place, name, **given)
 
 
 def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float], precision: str) -> bool:
@@ -357,6 +396,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--only", default="", help="part of a world's name")
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--shape", default="0.6B", choices=SHAPES)
     given = parser.parse_args()
     if given.device == "cuda":
@@ -364,7 +404,7 @@ def main() -> int:
         print(torch.cuda.get_device_name())
     print("torch", torch.__version__)
     with tempfile.TemporaryDirectory() as name:
-        good = agreement(Path(name), given.gpus, given.device, given.only)
+        good = agreement(Path(name), given.gpus, given.device, given.models, given.only)
         if given.speed:
             speed(Path(name), given.gpus, given.shape)
     return 0 if good else 1

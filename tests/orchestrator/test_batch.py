@@ -134,6 +134,19 @@ def test_every_rollout_goes_to_exactly_one_rank_with_its_arrays(store: RolloutSt
         assert [array.dtype.name for array in shard.arrays] == ["int32", "uint8", "float32", "int32"]
 
 
+def test_recorded_routing_goes_along_and_what_has_none_is_marked(store: RolloutStore):
+    (routed,) = store.take([50])
+    routed.branches = tuple(
+        msgspec.structs.replace(branch, routed=np.full((len(branch.ids), 3, 2), 4, np.uint8)) for branch in routed.branches
+    )
+    (shard,) = make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1).shards
+    *others, found = shard.arrays
+    assert found.shape == (len(others[0]), 3, 2)
+    owners = np.repeat([item.rollout_id for item in shard.step.items], [item.length for item in shard.step.items])
+    assert (found[owners == 50] == 4).all()
+    assert (found[owners != 50] == 255).all()
+
+
 def test_ranks_that_share_rows_get_the_same_trajectories(store: RolloutStore):
     """Four ranks in pairs: what two ranks would get, twice each."""
     two = make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=2)

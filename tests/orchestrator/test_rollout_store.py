@@ -70,6 +70,15 @@ def test_a_whole_rollout_keeps_its_tokens_and_versions():
     assert rollout.versions.tolist() == [4, 5]
 
 
+def test_recorded_routing_is_a_fifth_array():
+    rollout = Rollout(order())
+    record = np.zeros((len(arrays()[0]), 3, 2), np.uint8)
+    rollout.score(done(), (*arrays(), record), NEWEST)
+    np.testing.assert_array_equal(np.concatenate([branch.routed for branch in rollout.branches]), record)
+    with pytest.raises(UnusableRollout, match="do not have the length of its branches"):
+        Rollout(order()).score(done(), (*arrays(), record[1:]), NEWEST)
+
+
 def test_branches_are_split_where_they_begin():
     rollout = Rollout(order())
     rollout.score(done(branch_lengths=(1, 3)), (*arrays(),), NEWEST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,23 @@ def written(folder: Path, part: saved_state.OrchestratorState) -> Path:
     place = checkpoints.begin(folder, 1, "a")
     assert saved_state.write_state(place, part) > 0
     return place
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_recorded_routing_is_read_back_beside_rollouts_that_have_none(
+    tmp_path: Path, part: saved_state.OrchestratorState, dtype: type[np.generic]
+):
+    """Of a rollout's two branches one may have none: it is marked then."""
+    plain, routed = part.rollouts[:2]
+    first, *others = routed.branches
+    record = np.arange(len(first.ids) * 6, dtype=dtype).reshape(len(first.ids), 3, 2)
+    with_record = replace(routed, branches=(msgspec.structs.replace(first, routed=record), *others))
+    _, found = saved_state.read_state(written(tmp_path, part._replace(rollouts=(plain, with_record, *part.rollouts[2:]))))
+    assert all(branch.routed is None for branch in found[0].branches)
+    np.testing.assert_array_equal(found[1].branches[0].routed, record)
+    assert found[1].branches[0].routed.dtype == dtype
+    assert all((branch.routed == np.iinfo(dtype).max).all() for branch in found[1].branches[1:])
+    np.testing.assert_array_equal(found[2].branches[0].ids, part.rollouts[2].branches[0].ids)
 
 
 def test_what_is_written_is_read_to_the_bit(tmp_path: Path, part: saved_state.OrchestratorState):

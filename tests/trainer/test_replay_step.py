@@ -36,7 +36,7 @@ from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.trainer.kept_batches import Keeper
 from telescope.trainer.main import job
-from tests.backends.shards import in_minibatches, make_shard, part
+from tests.backends.shards import in_minibatches, make_shard, part, with_routing
 from tests.config.older import as_an_earlier_version_wrote
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -253,6 +253,24 @@ def test_shards_of_all_ranks_become_one_and_shared_ones_count_once():
     shares = [share(whole, World(rank, 3, "cpu"), 256) for rank in range(3)]
     assert sorted(item.rollout_id for one in shares for item in one.items) == list(range(100, 108))
     assert [item.minibatch for item in shares[0].items] == sorted(item.minibatch for item in shares[0].items)
+
+
+def test_recorded_routing_is_kept_with_its_step_and_shared_out_again(tmp_path):
+    """One of two ranks had none: it is marked."""
+    run, config = kept_run(tmp_path)
+    whole = with_routing(make_shard(3), layers=2, experts=4, top_k=2)
+    for rank, indices in enumerate(([0, 5], [1, 2, 3, 4, 6, 7])):
+        own = part(whole, indices)
+        keeper(run, config, rank, 2).trained(own if rank else replace(own, routed=None), wrong())
+    found = together(kept_steps.read(run, 3))
+    order = [item.rollout_id - 100 for item in found.items]
+    assert sorted(order) == list(range(8))
+    pieces = np.split(found.routed, np.cumsum([item.length for item in found.items])[:-1])
+    for index, piece in zip(order, pieces, strict=True):
+        expected = part(whole, [index]).routed
+        np.testing.assert_array_equal(piece, np.full_like(expected, 255) if index in (0, 5) else expected)
+    one, other = (share(found, World(rank, 2, "cpu"), 256) for rank in (0, 1))
+    assert len(one.routed) + len(other.routed) == len(found.routed) == len(whole.ids)
 
 
 def test_a_step_that_an_older_telescope_kept_is_refused_with_the_remedy(tmp_path):

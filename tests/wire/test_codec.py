@@ -144,6 +144,37 @@ def test_arrays_of_one_message_have_one_length() -> None:
         encode(m.Completion("x", "stop", 3, 0, 0.0, 0.0), 1, 1, RawArrays.of((ids, logprobs, versions[:2])))
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_a_trajectory_may_bring_its_recorded_routing(dtype: type[np.generic]) -> None:
+    sample, routed = BY_NAME["RolloutResult"], np.arange(6 * 3 * 2, dtype=dtype).reshape(6, 3, 2)
+    packet = decode(encode(sample.body, 1, 0, RawArrays.of((*sample.arrays, routed))))
+    *others, found = packet.raw.views()
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, routed)
+    assert [len(array) for array in others] == [6] * 4
+
+
+@pytest.mark.parametrize(
+    ("routed", "says"),
+    [
+        (np.zeros((5, 3, 2), np.uint8), "routing of 5 tokens beside"),
+        (np.zeros((6, 0, 2), np.uint8), "routing of three axes"),
+        (np.zeros((6, 3, 2), np.int32), "routing of three axes and 1 or 2 bytes"),
+        (np.zeros(6, np.uint8), "routing of three axes"),
+    ],
+)
+def test_routing_that_does_not_go_with_its_tokens_is_malformed(routed: np.ndarray, says: str) -> None:
+    sample = BY_NAME["RolloutResult"]
+    with pytest.raises(MalformedMessage, match=says):
+        encode(sample.body, 1, 0, RawArrays.of((*sample.arrays, routed)))
+
+
+def test_a_message_that_has_no_trajectory_brings_no_routing() -> None:
+    sample = BY_NAME["Completion"]
+    with pytest.raises(MalformedMessage, match="Completion carries ids <i4"):
+        encode(sample.body, 1, 1, RawArrays.of((*sample.arrays, np.zeros((5, 3, 2), np.uint8))))
+
+
 @given(st.lists(st.binary(max_size=200), max_size=9))
 @settings(max_examples=150, deadline=None)
 def test_random_frames_give_malformed_and_nothing_else(frames: list[bytes]) -> None:

@@ -16,6 +16,7 @@ Kind = Literal["flash3", "cudnn", "flash2", "varlen", "flex", "sdpa"]
 """In the order in which `auto` takes the first that works."""
 FLASH: tuple[Kind, ...] = ("flash3", "flash2", "varlen")
 Setting = Literal["auto", "flash", "flash3", "cudnn", "flash2", "varlen", "flex", "sdpa"]
+FLASH2_LINE = "pip install --no-build-isolation 'flash-attn>=2.8,<2.9'"
 PACKAGES: dict[Kind, str] = {"flash3": "flash_attn_interface", "flash2": "flash_attn"}
 WORDS: dict[Kind, str] = {
     "flash3": "flash3 (FlashAttention 3)",
@@ -102,5 +103,6 @@ def obstacle(kind: Kind, here: KernelHost) -> str | None:
         return "needs a torch that has cuDNN"
     package = PACKAGES.get(kind)
     if package is not None and package not in here.packages:
-        return f"needs the package {package}, which is not installed"
+        line = f" (run {FLASH2_LINE}, the extra `flash` of telescope-rl)" if kind == "flash2" else ""
+        return f"needs the package {package}, which is not installed{line}"
     return None

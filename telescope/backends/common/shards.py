@@ -20,12 +20,12 @@ from telescope.records import Trajectory
 def trajectories(shard: TrainShard) -> list[Trajectory]:
     """One an item, as views. Raises `ValueError` where lengths and arrays disagree."""
     lengths = [item.length for item in shard.items]
-    found = {len(array) for array in (shard.ids, shard.mask, shard.logprobs, shard.versions)}
+    found = {len(array) for array in shard.arrays}
     if found != {sum(lengths)}:
         raise ValueError(f"step {shard.step}: its items have {sum(lengths)} tokens and its arrays {sorted(found)}")
     ends = np.cumsum(lengths)
     return [
-        Trajectory(shard.ids[here], shard.mask[here], shard.logprobs[here], shard.versions[here])
+        Trajectory(*(array[here] for array in shard.arrays))
         for here in (slice(end - length, end) for end, length in zip(ends, lengths, strict=True))
     ]
 

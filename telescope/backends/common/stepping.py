@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,12 @@ from telescope.algorithms.base import PackedRow, named
 from telescope.backends.base import Job, StepResult, TrainShard
 from telescope.backends.common import ranks, rows, shards
 from telescope.backends.common.phase_times import PhaseTimer
+from telescope.backends.common.routing import ExpertLoad
 from telescope.backends.common.tally import MetricSums
 from telescope.backends.common.updates import StepUpdates, Updater
 from telescope.maths import flops, packing
 from telescope.maths.flops import TrainingWork
+from telescope.maths.routing import find_wrong
 from telescope.records import Denominators
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ class SteppingBackend:
     _updater: Updater
     _work: TrainingWork
     _peak: float | None
+    _load: ExpertLoad | None = None
+    """Where the policy counts, while it trains, what its experts get; None: it has none."""
     _step: int = 0
     """The one under way, for sentences."""
 
@@ -98,10 +102,29 @@ class SteppingBackend:
 
     def train_step(self, shard: TrainShard) -> StepResult:
         """An optimiser update for each minibatch. A non-finite gradient leaves its own out: `update_skipped` counts these."""
+        shard = self._routed(shard, trained=True)
         with ranks.watched(f"training step {shard.step}"):
             result = self._train_step(shard)
         self._after_step()
         return result
+
+    def _routed(self, shard: TrainShard, *, trained: bool) -> TrainShard:
+        """The shard with the recorded routing that is to be followed, or none. `trained`: there must be some, where the run
+        asks for it. Raises ValueError."""
+        if not self._job.trainer.router_replay:
+            return shard if shard.routed is None else replace(shard, routed=None)
+        if shard.routed is None:
+            if trained and shard.items:
+                raise ValueError(
+                    f"trainer.router_replay=true sends tokens to the experts that servers recorded, and the samples of step "
+                    f"{shard.step} brought no record: their servers keep none; set it to false"
+                )
+            return shard
+        load = self._load
+        assert load is not None, "refused where the model was built"
+        if wrong := find_wrong(shard.routed, layers=load.layers, experts=load.experts, top_k=load.top_k):
+            raise ValueError(f"step {shard.step}: {wrong}; set trainer.router_replay=false, or serve the model that is trained")
+        return shard
 
     def _train_step(self, shard: TrainShard) -> StepResult:
         self._step, spans, tally, updates = shard.step, PhaseTimer(self._device), self._tally(), StepUpdates()
@@ -127,6 +150,8 @@ class SteppingBackend:
         if self._updater.scaled_losses:
             metrics["loss_scale"] = scale
         metrics |= self._speed(metrics)
+        if self._load is not None:
+            metrics |= self._load.finish()
         return StepResult(metrics=metrics, timings=timings, spans=phases)
 
     def _speed(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -139,6 +164,7 @@ class SteppingBackend:
         return speed
 
     def logprobs(self, shard: TrainShard) -> np.ndarray:
+        shard = self._routed(shard, trained=False)
         found = np.full(len(shard.ids), np.nan, np.float32)
         trajectories = shards.trajectories(shard)
         ends = np.cumsum([item.length for item in shard.items])

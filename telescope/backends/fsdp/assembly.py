@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from telescope.backends.base import Job
 from telescope.backends.common import kernels
 from telescope.backends.common.rotations import check_rotations
-from telescope.backends.fsdp import compiling, experts, loading, recompute
-from telescope.backends.fsdp.policy import Policy
+from telescope.backends.fsdp import compiling, experts, loading, recompute, routers
+from telescope.backends.fsdp.policy import Policy, UnfitModel
 from telescope.backends.fsdp.sharding import ModelMesh
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     if settings.compile:
         compiling.compile_layers(lm, kind, pointwise_again=settings.pointwise_again(len(lm.get_decoder().layers)))
     policy = Policy(lm, kind, spread.context)
+    policy.routers = routers.watched(lm, job.world.device)
+    if job.trainer.router_replay and policy.routers is None:
+        raise UnfitModel(
+            f"trainer.router_replay=true gives routers the experts that servers recorded, and {type(lm).__name__} has none of "
+            f"those that are known here ({', '.join(routers.KNOWN)}): set it to false"
+        )
     uniform = all(parameter.dtype == computing for parameter in policy.parameters())  # adapters are float32 in any model
     precision = MixedPrecisionPolicy(param_dtype=None if uniform else computing, reduce_dtype=torch.float32)
     offload = _offload(settings, job)

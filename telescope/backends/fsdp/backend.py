@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from telescope.backends.base import Job, Outcome
-from telescope.backends.common import attention, kernels, model_work, ranks, rows
+from telescope.backends.common import attention, kernels, model_work, ranks, routing, rows
 from telescope.backends.common.saving import Saver
 from telescope.backends.common.stepping import SteppingBackend
 from telescope.backends.fsdp import assembly, gather, sizing, state
@@ -65,6 +65,8 @@ class FSDPBackend(SteppingBackend):
         if found := sizing.remark(settings, job, architecture, self._peak, model_work.card_bytes(self._device)):
             log.warning("%s", found)
         self._saver = Saver(job.world.rank, self._device, job.saving)
+        if self._policy.routers is not None:
+            self._load = self._policy.routers.load
         self._keeps_gathered = settings.reshard_after_forward is False
         held = self._spread
         self._packer = gather.Packer(self._published, held.shard, held.shards, held.group, self._device)
@@ -124,4 +126,5 @@ class FSDPBackend(SteppingBackend):
         row = rows.to_device(arrays, self._device)
         segments = attention.segments(self._policy.kind, arrays.boundaries, self._device, self._spread.context)
         piece = self._policy.piece(len(arrays.ids), np.flatnonzero(arrays.mask) - 1)
-        return row, RowInput(row.ids, row.position_ids, segments, row.sampled - 1, row.targets, row.temperature, piece)
+        told = None if self._load is None else routing.of_row(arrays, self._device)
+        return row, RowInput(row.ids, row.position_ids, segments, row.sampled - 1, row.targets, row.temperature, piece, told)

@@ -23,8 +23,10 @@ from telescope.backends.common.logprobs import logprobs
 from telescope.backends.common.masks import Look
 from telescope.backends.common.models import UnfitModel as UnfitModel
 from telescope.backends.common.rotations import samples_up_to
+from telescope.backends.common.routing import RowRouting
 from telescope.backends.common.rows import sent
 from telescope.backends.fsdp.gather import BucketPart
+from telescope.backends.fsdp.routers import Routers
 from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
 from telescope.maths.support import WHOLE, Support
 
@@ -45,6 +47,8 @@ class RowInput:
     temperature: float | np.ndarray  # of all of them, or [n] float32; FSDP would round a tensor to its precision
     piece: Piece | None = None
     """What of it is this rank's, where ranks share rows."""
+    routing: RowRouting | None = None
+    """What routers of experts are told of its tokens."""
 
 
 class Policy(nn.Module):
@@ -57,6 +61,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.kind: Kind = kind
         self.context = context
+        self.routers: Routers | None = None
         self._rows: dict[str, names.Rows] | None = None
         self._published: dict[str, BucketPart] = {}
         self._homes: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
@@ -83,12 +88,19 @@ class Policy(nn.Module):
             places=row.places[piece.sampled] - piece.tokens.start,
             targets=row.targets[piece.sampled],
             temperature=each[piece.sampled] if isinstance(each, np.ndarray) else each,
+            routing=None if row.routing is None else row.routing.part(piece.tokens),
         )
         logprob, entropy = self._run(own, chunk, whole_logits, support)
         count = len(row.places)
         return context.joined(logprob, piece, count), context.joined(entropy, piece, count)
 
     def _run(self, row: RowInput, chunk: int, whole_logits: bool, support: Support) -> tuple[Tensor, Tensor]:
+        if self.routers is None:
+            return self._run_told(row, chunk, whole_logits, support)
+        with self.routers.told(row.routing, counts=torch.is_grad_enabled()):
+            return self._run_told(row, chunk, whole_logits, support)
+
+    def _run_told(self, row: RowInput, chunk: int, whole_logits: bool, support: Support) -> tuple[Tensor, Tensor]:
         kwargs = {"input_ids": row.ids, "position_ids": row.position_ids, "use_cache": False, "row": row.segments}
         if whole_logits:
             logp = (self.lm(**kwargs).logits[0, row.places].float() / float(row.temperature)).log_softmax(-1)
@@ -261,7 +273,8 @@ class Policy(nn.Module):
         ids_, positions_, places_, targets_ = (torch.from_numpy(array).to(device) for array in arrays)
         boundaries = np.cumsum([0, *lengths])
         segments = attention.segments(self.kind, boundaries, device, self.context)
-        return RowInput(ids_, positions_, segments, places_, targets_, temperature, self.piece(len(ids), places))
+        routing = None if self.routers is None else RowRouting(torch.ones(total + padding, dtype=torch.bool, device=device))
+        return RowInput(ids_, positions_, segments, places_, targets_, temperature, self.piece(len(ids), places), routing)
 
     def piece(self, tokens: int, places: np.ndarray) -> Piece | None:
         """What of a row of `tokens` tokens, with log-probs wanted at `places`, this rank runs; None: all."""

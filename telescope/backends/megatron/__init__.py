@@ -1,5 +1,5 @@
-"""The Megatron-Core backend: dense models spread over GPUs by tensor and pipeline parallelism, and over groups of them by data
-parallelism.
+"""The Megatron-Core backend: models spread over GPUs by tensor, expert and pipeline parallelism, and over groups of them by
+data parallelism.
 
 Owns the backend's settings. Torch and megatron-core are imported in `build()`, so that a configuration is composed without
 them.
@@ -36,6 +36,9 @@ class Megatron(BackendSettings):
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Trainer ranks that hold each matrix together, a part of its rows or columns each: neighbours, best within one host. Must
     divide the number of ranks, and the model's key-value heads."""
+    expert_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Trainer ranks that share out the experts of a model, whole ones each, whichever model of tensor_parallel_size they belong
+    to: a token is sent to the ranks that have its experts. Must divide the number of ranks, and of experts."""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
     """Stages of a model, each of some of its layers on ranks of its own: stages exchange a row's activations alone, and compute
     different rows at a time. Times tensor_parallel_size it must divide the number of ranks. Layers are shared out so that all
@@ -95,7 +98,8 @@ class Megatron(BackendSettings):
         )
 
     def alone(self) -> Megatron:
-        one = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size"), 1)
+        sizes = "tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size"
+        one = dict.fromkeys(sizes, 1)
         auto = dict.fromkeys(("sequence_parallel", "use_distributed_optimizer"), "auto")
         return self.model_copy(update={**one, **auto})
 
@@ -109,9 +113,22 @@ class Megatron(BackendSettings):
                 "with backend.pipeline_parallel_size=1 there are no stages: set pipeline_parallel_size=2 or more, or leave it "
                 "out",
             )
+        if self.expert_parallel_size > 1 and self.pipeline_parallel_size > 1:
+            yield (
+                ("backend.expert_parallel_size", "backend.pipeline_parallel_size"),
+                f"backend.expert_parallel_size={self.expert_parallel_size} shares out the experts of a model, and a model with "
+                f"experts can't be cut into backend.pipeline_parallel_size={self.pipeline_parallel_size} stages yet: set one "
+                "of them to 1",
+            )
         if ranks % model:
             yield self._indivisible(ranks)
             return
+        if ranks % self.expert_parallel_size:
+            yield (
+                ("backend.expert_parallel_size", workers),
+                f"backend.expert_parallel_size={self.expert_parallel_size} must divide {workers}={ranks}: so many ranks share "
+                f"out the experts; set {workers} to a multiple of it, or another expert_parallel_size",
+            )
         if self.sequence_parallel is True and size == 1:
             yield (
                 ("backend.sequence_parallel", "backend.tensor_parallel_size"),

@@ -6,6 +6,7 @@ Owns both. What is not computed here as Hugging Face's own model computes it is 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +19,17 @@ from torch import nn
 
 from telescope.backends.common.models import ModelCheckpoint, UnfitModel, model_files, parameters_on_meta, refuse_quantised
 from telescope.backends.common.rotations import check_rotations
-from telescope.backends.megatron.rules import ARCHITECTURES, ModelDimensions, named
+from telescope.backends.megatron.rules import ARCHITECTURES, EXPERT, ModelDimensions, files, named
 from telescope.config.models import ModelBroken, ModelNotFound, check_weights, model_folder, read_json_object
+from telescope.maths.flops import TrainingWork
 
 if TYPE_CHECKING:
     from telescope.backends.base import Job
     from telescope.backends.megatron import Megatron
 
 log = logging.getLogger(__name__)
+
+OFF = "set it to false"
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,20 @@ class Architecture:
     rotation: nn.Module
     """Hugging Face's module of the angles: (something of a dtype, position ids [1, T]) -> cosines and sines [1, T, D]."""
     files: ModelCheckpoint
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def work(self) -> TrainingWork:
+        """Of experts those count that a token goes to; an embedding that is only looked up does not."""
+        facts = self.facts
+        active = facts.top_k / facts.experts if facts.experts else 1.0
+        trained = sum(math.prod(shape) * (active if EXPERT in name else 1.0) for name, shape in self.shapes.items())
+        if not facts.tied:
+            trained -= math.prod(self.shapes["model.embed_tokens.weight"])
+        return TrainingWork.of(trained=trained, layers=facts.layers, heads=facts.heads, head_dim=facts.head_dim)
 
 
 def read(settings: Megatron, job: Job) -> Architecture:
@@ -71,17 +89,19 @@ def read(settings: Megatron, job: Job) -> Architecture:
         )
     for problem in _strange(config, settings):
         raise UnfitModel(f"model.name={name}: {problem}")
+    if job.trainer.router_replay and not _facts(config).expert_layers:
+        raise UnfitModel(f"model.name={name}: trainer.router_replay=true is for models with experts, and this has none: {OFF}")
     with parameters_on_meta():
         lm = AutoModelForCausalLM.from_config(config)
     check_rotations(config, type(lm).__name__, job)
-    files = model_files(folder)
+    there = model_files(folder)
     shapes = {each: tuple(parameter.shape) for each, parameter in lm.named_parameters()}
-    if absent := [each for each in shapes if each not in files]:
+    if absent := [each for each in files(shapes, _facts(config)) if each not in there]:
         raise UnfitModel(
             f"model.name={name}: {absent[0]} is not in its safetensors files under this name, and backend=megatron reads no "
             "others: save the model with transformers' save_pretrained, or set backend=fsdp"
         )
-    if extra := sorted(set(files) - set(lm.state_dict())):
+    if extra := sorted(set(there) - set(files(shapes, _facts(config))) - set(lm.state_dict())):
         log.warning("%s: its files have %d tensors that the model has no use for, %s first", name, len(extra), extra[0])
     return Architecture(
         config=config,
@@ -89,7 +109,7 @@ def read(settings: Megatron, job: Job) -> Architecture:
         shapes=shapes,
         windows=_windows(config),
         rotation=lm.get_decoder().rotary_emb,
-        files=ModelCheckpoint(name, files),
+        files=ModelCheckpoint(name, there),
     )
 
 
@@ -112,8 +132,25 @@ def _facts(config: Any) -> ModelDimensions:
         vocabulary=config.vocab_size,
         tied=config.tie_word_embeddings,
         qkv_bias=config.model_type == "qwen2",
-        head_norms=config.model_type == "qwen3",
+        head_norms=config.model_type in ("qwen3", "qwen3_moe"),
+        **_expert_facts(config),
     )
+
+
+def _expert_facts(config: Any) -> dict[str, Any]:
+    if config.model_type != "qwen3_moe":
+        return {}
+    return {
+        "experts": config.num_experts,
+        "expert_layers": frozenset(
+            layer
+            for layer in range(config.num_hidden_layers)
+            if config.num_experts > 0 and layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+        ),
+        "top_k": config.num_experts_per_tok,
+        "expert_width": config.moe_intermediate_size,
+        "normalised": config.norm_topk_prob,
+    }
 
 
 def _head_dim(config: Any) -> int:
@@ -123,7 +160,7 @@ def _head_dim(config: Any) -> int:
 def _windows(config: Any) -> tuple[int | None, ...]:
     """As Hugging Face's attention of each architecture is told them."""
     layers = int(config.num_hidden_layers)
-    if config.model_type == "mistral":
+    if config.model_type in ("mistral", "qwen3_moe"):
         window: int | None = getattr(config, "sliding_window", None)
         return (window,) * layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
@@ -145,13 +182,34 @@ def _strange(config: Any, settings: Megatron) -> Iterator[str]:
             f"backend.tensor_parallel_size={size} must divide its {groups} key-value heads, so that each rank has whole ones: "
             f"set it to one of {fits}"
         )
-    if config.intermediate_size % size:
+    yield from _strange_experts(_facts(config), settings)
+    if config.intermediate_size % size and len(_facts(config).expert_layers) < config.num_hidden_layers:
         yield (
             f"backend.tensor_parallel_size={size} must divide the width of its MLP, intermediate_size="
             f"{config.intermediate_size}: set another"
         )
     if -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
         yield f"backend.tensor_parallel_size={size} is too many for its vocabulary of {config.vocab_size} tokens: set fewer"
+
+
+def _strange_experts(facts: ModelDimensions, settings: Megatron) -> Iterator[str]:
+    size, stages = settings.expert_parallel_size, settings.pipeline_parallel_size
+    if facts.expert_layers and stages > 1:
+        yield (
+            f"backend.pipeline_parallel_size={stages} cuts a model into stages, which is not built for models with experts: "
+            "set it to 1, and share the experts out with backend.expert_parallel_size"
+        )
+    if size > 1 and not facts.expert_layers:
+        yield f"backend.expert_parallel_size={size} deals out experts, and this model has none: set it to 1"
+    elif facts.expert_layers and facts.experts % size:
+        fits = ", ".join(str(number) for number in range(1, facts.experts + 1) if facts.experts % number == 0)
+        yield f"backend.expert_parallel_size={size} must divide its {facts.experts} experts: set it to one of {fits}"
+    if facts.expert_layers and settings.tensor_parallel_size > 1 and not settings.spreads_sequence():
+        yield (
+            "backend.sequence_parallel=false gives each of backend.tensor_parallel_size="
+            f"{settings.tensor_parallel_size} ranks all tokens of a row, and each would send all of them to its experts: set "
+            "sequence_parallel=auto"
+        )
 
 
 def core_config(architecture: Architecture, settings: Megatron, computing: torch.dtype) -> TransformerConfig:

@@ -19,9 +19,10 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
 from telescope.backends.base import Job, Outcome
-from telescope.backends.common import kernels, model_work, ranks, rows
+from telescope.backends.common import kernels, model_work, ranks, routing, rows
 from telescope.backends.common.flat_buckets import host_weights
 from telescope.backends.common.phase_times import PhaseTimer
+from telescope.backends.common.routing import ExpertLoad
 from telescope.backends.common.saving import Saver
 from telescope.backends.common.stepping import PreparedRow, SteppingBackend
 from telescope.backends.common.tally import MetricSums
@@ -31,10 +32,9 @@ from telescope.backends.megatron.policy import ParallelPolicy, ParallelRow
 from telescope.backends.megatron.publish import PartPacker
 from telescope.backends.megatron.rules import TensorMap
 from telescope.backends.megatron.staged_rows import ForwardRows, TrainedRows
-from telescope.backends.megatron.stages import cut_shape
+from telescope.backends.megatron.stages import cut_shape, uncut
 from telescope.backends.megatron.updates import PieceUpdater
 from telescope.maths import packing
-from telescope.maths.flops import TrainingWork
 from telescope.maths.memory import shape_from
 from telescope.records import Denominators
 from telescope.weights.buckets import Bucket, ModelTensor
@@ -75,15 +75,21 @@ class MegatronBackend(SteppingBackend):
         job = self._job
         known = architecture.read(settings, job)
         stages, laps = settings.pipeline_parallel_size, settings.virtual_pipeline_size
-        limit_s = settings.collective_timeout_s
         self._parallel = parallel.make_parallel(
-            job.world, settings.tensor_parallel_size, stages, pipeline.pipes_needed(laps), limit_s
+            job.world,
+            settings.tensor_parallel_size,
+            stages,
+            pipeline.pipes_needed(laps),
+            settings.collective_timeout_s,
+            settings.expert_parallel_size,
         )
         parallel.meet_groups(self._parallel, self._device)
         pipeline.meet_neighbours(self._parallel, laps, self._device)
-        shape = shape_from(known.config.to_dict())
-        layout = cut_shape(shape, stages, laps)
-        self._table = TensorMap(known.facts, known.shapes, self._parallel.tensor_rank, self._parallel.tensor_size)
+        facts, held, experts = known.facts, self._parallel, self._parallel.experts
+        layout = uncut(facts.layers, tied=facts.tied)
+        if stages > 1:  # these need the shape, which a model with experts does not have
+            layout = cut_shape(shape_from(known.config.to_dict()), stages, laps)
+        self._table = TensorMap(facts, known.shapes, held.tensor_rank, held.tensor_size, experts.rank, experts.size)
         master = getattr(torch, job.model.dtype)
 
         def made() -> ParallelPolicy:
@@ -108,27 +114,29 @@ class MegatronBackend(SteppingBackend):
             for place, lm in enumerate(self._policy.models)
         ]
         named = self._policy.by_name()
-        copies = frozenset(name for name in named if layout.home(name) != self._parallel.stage)
-        self._masters = Masters(self._ddps, named, master, self._parallel, spread=spread, copies=copies)
+        elsewhere = frozenset(name for name in named if layout.home(name) != held.stage)
+        self._masters = Masters(self._ddps, named, master, held, spread=spread, counted_elsewhere=elsewhere)
         self._fill(self._policy, known.files, self._masters.put, master)
         self._reference = None
         if job.algorithm.needs_reference:
             self._reference = made().requires_grad_(False).eval()
+            self._reference.replays = False
             frozen = self._reference.by_name()
             self._fill(self._reference, known.files, lambda name, whole: frozen[name].copy_(whole), master)
         everywhere = {rule.parameter: rule.everywhere for rule in self._table.rules.values()}
         self._updater = PieceUpdater(job, self._ddps, self._masters, everywhere, scaled=computing == torch.float16)
         if job.resume is not None:
             state.put_back(job.resume, self._masters, self._updater, self._table, self._parallel, job.world)
-        self._work = TrainingWork.of(
-            trained=float(shape.computing_parameters), layers=shape.layers, heads=shape.heads, head_dim=shape.head_dim
-        )
+        self._work = known.work
+        if facts.expert_layers:
+            self._load = ExpertLoad(len(facts.expert_layers), facts.experts, facts.top_k, self._device)
+            self._policy.load = self._load
         self._packer = PartPacker(self._masters, self._table, layout, self._parallel, self._device)
         self._pipeline = pipeline.Pipeline(self._parallel, laps, computing, self._device) if stages > 1 else None
         log.info(
-            "%s: %.2fM weights, computing in %s, attention %s, %d ranks a %s%s, %d models%s",
+            "%s: %.2fM weights, computing in %s, attention %s, %d ranks a %s%s, %d models%s%s",
             type(known.config).__name__.removesuffix("Config"),
-            shape.parameters / 1e6,
+            known.parameters / 1e6,
             str(computing).removeprefix("torch."),
             kernels.WORDS[kind],
             self._parallel.tensor_size,
@@ -136,6 +144,7 @@ class MegatronBackend(SteppingBackend):
             ", rows spread over them" if settings.spreads_sequence() else "",
             self._parallel.data_size,
             ", moments spread over them" if spread else "",
+            f", {facts.experts} experts a layer over {experts.size} ranks" if facts.experts else "",
         )
 
     @torch.no_grad()
@@ -147,7 +156,8 @@ class MegatronBackend(SteppingBackend):
 
     def _on_device(self, arrays: packing.RowArrays) -> tuple[rows.DeviceRow, ParallelRow]:
         row = rows.to_device(arrays, self._device)
-        return row, self._policy.prepared(row, arrays.boundaries)
+        told = None if self._load is None else routing.of_row(arrays, self._device)
+        return row, self._policy.prepared(row, arrays.boundaries, told)
 
     def _row_of_many(self, last: bool) -> AbstractContextManager[None]:
         return self._of_lap(0, last)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from torch import Tensor, nn
 
 from telescope.backends.common import attention
 from telescope.backends.common.attention_choice import Kind
+from telescope.backends.megatron.experts import ExpertLayer
+from telescope.backends.megatron.parallel import ExpertPlace
+from telescope.backends.megatron.rules import ModelDimensions
 
 
 @dataclass
@@ -98,33 +102,49 @@ def residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor 
     return added
 
 
-def layer_spec(kind: Kind, windows: tuple[int | None, ...], scaling: float, width: int, *, head_norms: bool) -> Any:
-    """What megatron-core builds a block of layers from. `width`: of the MLP, over all ranks."""
+def layer_spec(
+    kind: Kind, windows: tuple[int | None, ...], scaling: float, width: int, facts: ModelDimensions, experts: ExpertPlace, *,
+    first: int = 0,
+) -> Any:  # fmt: skip
+    """What megatron-core builds a block of layers from, which are the model's from layer `first` on, one a window. `width`: of
+    the MLP, over all ranks."""
     spread, own = (ModuleSpec(module=Norm, params={"spread": each}) for each in (True, False))
     core = partial(PackedAttention, attention.plain(kind), windows, scaling)
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=spread,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=core,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=own if head_norms else IdentityOp,
-                    k_layernorm=own if head_norms else IdentityOp,
-                ),
-            ),
-            self_attn_bda=residual_sum,
-            pre_mlp_layernorm=spread,
-            mlp=ModuleSpec(
-                module=MLP,
-                params={"ffn_hidden_size": width},
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-            ),
-            mlp_bda=residual_sum,
-        ),
+    dense = ModuleSpec(
+        module=MLP,
+        params={"ffn_hidden_size": width},
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * len(windows), layer_norm=spread)
+    head_norms = facts.head_norms
+
+    def of(mlp: Any) -> ModuleSpec:
+        return ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=spread,
+                self_attention=ModuleSpec(
+                    module=SelfAttention,
+                    params={"attn_mask_type": AttnMaskType.causal},
+                    submodules=SelfAttentionSubmodules(
+                        linear_qkv=ColumnParallelLinear,
+                        core_attention=core,
+                        linear_proj=RowParallelLinear,
+                        q_layernorm=own if head_norms else IdentityOp,
+                        k_layernorm=own if head_norms else IdentityOp,
+                    ),
+                ),
+                self_attn_bda=residual_sum,
+                pre_mlp_layernorm=spread,
+                mlp=mlp,
+                mlp_bda=residual_sum,
+            ),
+        )
+
+    # not a ModuleSpec: megatron-core knows what each kind of these is handed, and warns of others
+    places = {layer: place for place, layer in enumerate(sorted(facts.expert_layers))}
+    sparse = {
+        layer: SimpleNamespace(module=ExpertLayer, params={"facts": facts, "place": experts, "number": place})
+        for layer, place in places.items()
+    }
+    layers = [of(sparse.get(first + number, dense)) for number in range(len(windows))]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spread)

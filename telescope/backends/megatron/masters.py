@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from telescope.backends.megatron.parallel import Parallel
+from telescope.backends.megatron.parallel import Copies, Parallel
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,33 @@ class Masters:
 
     def __init__(
         self, ddps: Sequence[Any], parameters: Mapping[str, nn.Parameter], dtype: torch.dtype, parallel: Parallel, *,
-        spread: bool, copies: Set[str] = frozenset(),
+        spread: bool, counted_elsewhere: Set[str] = frozenset(),
     ) -> None:  # fmt: skip
-        """`parameters` by name. `dtype`: what weights are updated in. `spread`: over the data-parallel ranks, as buffers are.
-        `copies`: names of parameters that another stage has too, and counts and saves."""
-        self._ddps, self._parallel, self._spread = ddps, parallel, spread and parallel.data_size > 1
-        self.dtype, self.copies = dtype, copies
+        """`parameters` by name. `dtype`: what weights are updated in. `spread`: over the ranks with equal parts, as buffers
+        are. `counted_elsewhere`: names of parameters that another stage has too, and counts and saves."""
+        self._ddps, self._parallel, self._spread = ddps, parallel, spread
+        self.dtype, self.counted_elsewhere = dtype, counted_elsewhere
         self.parameters = dict(parameters)
         runs = self._runs() if self._spread else {name: (0, p.numel()) for name, p in self.parameters.items()}
         self.pieces = {name: self._piece(self.parameters[name], *run) for name, run in runs.items()}
 
+    def of_expert(self, name: str) -> bool:
+        """Whether megatron-core sums the parameter's gradient over the ranks with the same experts, and not over the
+        data-parallel ones."""
+        return not getattr(self.parameters[name], "allreduce", True)
+
+    def copies(self, name: str) -> Copies:
+        """The ranks that have the same of this parameter."""
+        return self._parallel.copies(of_expert=self.of_expert(name))
+
     def _runs(self) -> dict[str, tuple[int, int]]:
         """By name; of a parameter that is all other ranks' there is none."""
         runs, names = {}, {parameter: name for name, parameter in self.parameters.items()}
-        for buffer in (buffer for ddp in self._ddps for buffer in ddp.buffers):
+        for buffer in (each for ddp in self._ddps for each in (*ddp.buffers, *ddp.expert_parallel_buffers)):
             for bucket in buffer.buckets:
-                share = bucket.grad_data.numel() // self._parallel.data_size
-                begin = bucket.offset + self._parallel.data_rank * share
+                copies = self.copies(names[bucket.params_list[0]])
+                share = bucket.grad_data.numel() // copies.size
+                begin = bucket.offset + copies.rank * share
                 for parameter in bucket.params_list:
                     first, last, _ = buffer.param_index_map[parameter]
                     start, stop = max(begin, first), min(begin + share, last)
@@ -89,20 +99,20 @@ class Masters:
 
     @torch.no_grad()
     def whole(self, name: str, of: Callable[[UpdatedPiece], Tensor], dtype: torch.dtype, owner: int = 0) -> Tensor | None:
-        """A parameter's weights (or gradient, or moments, as `of` says) in the parameter's shape on data-parallel rank `owner`;
-        None on the others. A collective where masters are spread.
+        """A parameter's weights (or gradient, or moments, as `of` says) in the parameter's shape on rank `owner` of its
+        `copies`; None on the others. A collective where masters are spread.
 
         Each number is on one rank and 0 elsewhere, so that adding up bytes is joining them, to the bit.
         """
-        parameter, piece = self.parameters[name], self.pieces.get(name)
-        mine = self._parallel.data_rank == owner
-        if not self._spread:
+        parameter, piece, copies = self.parameters[name], self.pieces.get(name), self.copies(name)
+        mine = copies.rank == owner
+        if not self._spread or copies.size == 1:
             assert piece is not None
             return of(piece).detach().view(parameter.shape) if mine else None
         flat = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
         if piece is not None:
             flat[piece.start : piece.stop].copy_(of(piece).detach())
-        dist.reduce(flat.view(torch.uint8), group_dst=owner, op=dist.ReduceOp.SUM, group=self._parallel.data_group)
+        dist.reduce(flat.view(torch.uint8), group_dst=owner, op=dist.ReduceOp.SUM, group=copies.group)
         return flat.view(parameter.shape) if mine else None
 
     @property
@@ -130,12 +140,12 @@ class Masters:
         """[] float32: of the gradient over all ranks, each parameter once. `everywhere`: by name, whether all ranks of a stage
         have all of it. A collective."""
         first = self._parallel.tensor_rank == 0
-        once = self._spread or self._parallel.data_rank == 0
-        counted = [
-            piece.gradient
-            for name, piece in self.pieces.items()
-            if once and (first or not everywhere[name]) and name not in self.copies
-        ]
+
+        def counts(name: str) -> bool:
+            once = self._spread or self.copies(name).rank == 0
+            return once and (first or not everywhere[name]) and name not in self.counted_elsewhere
+
+        counted = [piece.gradient for name, piece in self.pieces.items() if counts(name)]
         total = torch.zeros((), dtype=torch.float32, device=next(iter(self.parameters.values())).device)
         if counted:
             total += torch.stack(torch._foreach_norm(counted, 2.0, torch.float32)).square().sum()

@@ -2,7 +2,8 @@
 and which have equal parts of it and other rows (data parallelism).
 
 Owns megatron-core's groups from start to end. With T ranks a stage and P stages, ranks 0 to T - 1 are the first stage of the
-first model, and ranks 0 to T · P - 1 all of it: neighbours share a host.
+first model, and ranks 0 to T · P - 1 all of it: neighbours share a host. Experts are dealt out over E neighbours of all ranks,
+whatever T is, where there is one stage: whole matrices, so that ranks 0 to E - 1 have all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from telescope.backends.base import World
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The ranks with equal parts of some parameters, among which this one is `rank`."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """Which of the experts are here. The ranks of `group` have all of them together, and `copies` have the same ones."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup
+    copies: Copies
+    mesh: DeviceMesh
+    """Of the ranks of `group`, in one dimension."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +63,13 @@ class Parallel:
     """Of all ranks of this rank's model, stage by stage."""
     mesh: DeviceMesh
     """Of the ranks of this rank's stage, in one dimension."""
+    experts: ExpertPlace
 
-    def spread(self, part: Tensor, dim: int | None, shape: tuple[int, ...]) -> Tensor:
+    def copies(self, *, of_expert: bool) -> Copies:
+        """Of an expert's parameters, or of the others."""
+        return self.experts.copies if of_expert else Copies(self.data_size, self.data_rank, self.data_group)
+
+    def spread(self, part: Tensor, dim: int | None, shape: tuple[int, ...], *, of_expert: bool = False) -> Tensor:
         """This rank's part of a tensor of `shape`, cut along `dim` as `torch.chunk` does, as a DTensor; None: each has all."""
         whole = 1
         strides = []
@@ -51,17 +78,22 @@ class Parallel:
             whole *= length
         placement = Replicate() if dim is None else Shard(dim)
         return DTensor.from_local(
-            part, self.mesh, (placement,), run_check=False, shape=torch.Size(shape),
+            part, self.experts.mesh if of_expert else self.mesh, (placement,), run_check=False, shape=torch.Size(shape),
             stride=tuple(reversed(strides)),
         )  # fmt: skip
 
 
-def make_parallel(world: World, tensor_size: int, stages: int, pipes: int, timeout_s: float) -> Parallel:
-    """A collective; torch.distributed is set up before. `tensor_size` times `stages` divides the number of ranks. `pipes`:
-    kinds of messages that pass from stage to stage."""
+def make_parallel(
+    world: World, tensor_size: int, stages: int, pipes: int, timeout_s: float, expert_size: int = 1
+) -> Parallel:  # fmt: skip
+    """A collective; torch.distributed is set up before. `tensor_size` times `stages` divides the number of ranks, and so does
+    `expert_size`, which is 1 where there are several stages. `pipes`: kinds of messages that pass from stage to stage."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_size,
         pipeline_model_parallel_size=stages,
+        expert_model_parallel_size=expert_size,
+        # megatron-core wants as many ranks with equal experts as with equal matrices where there are stages
+        expert_tensor_parallel_size=1 if stages == 1 else tensor_size,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_s / 60,
         order="tp-cp-ep-pp-dp",
@@ -81,6 +113,19 @@ def make_parallel(world: World, tensor_size: int, stages: int, pipes: int, timeo
         data_group=parallel_state.get_data_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
         mesh=_mesh(tensor_group, world),
+        experts=_expert_place(world),
+    )
+
+
+def _expert_place(world: World) -> ExpertPlace:
+    group = parallel_state.get_expert_model_parallel_group()
+    others = parallel_state.get_expert_data_parallel_group()
+    return ExpertPlace(
+        size=group.size(),
+        rank=group.rank(),
+        group=group,
+        copies=Copies(others.size(), others.rank(), others),
+        mesh=_mesh(group, world),
     )
 
 

@@ -24,8 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from telescope.backends.common import attention, vocabulary
 from telescope.backends.common.attention_choice import Kind
 from telescope.backends.common.recompute import checkpoint_arguments, mode
+from telescope.backends.common.routing import ExpertLoad, RowRouting
 from telescope.backends.common.rows import DeviceRow, sent
 from telescope.backends.megatron.architecture import Architecture, core_config
+from telescope.backends.megatron.experts import ExpertLayer
 from telescope.backends.megatron.layers import AttentionRow, layer_spec
 from telescope.backends.megatron.parallel import Parallel
 from telescope.backends.megatron.stages import StageLayout, Stretch
@@ -44,6 +46,8 @@ class ParallelRow:
     places: Tensor  # [n] int64, the tokens before the sampled ones
     targets: Tensor  # [n] int64, the sampled tokens
     temperature: float | Tensor  # of all of them, or [n] float32
+    routing: RowRouting | None = None
+    """Of this rank's tokens, where layers have experts."""
 
 
 class ParallelPolicy(nn.Module):
@@ -66,15 +70,22 @@ class ParallelPolicy(nn.Module):
         self._again: dict[str, Any] | None = None if kept == "none" else checkpoint_arguments(kept)
         group = parallel.tensor_group if parallel.tensor_size > 1 else None
         self._vocabulary = vocabulary.cut(facts.vocabulary, parallel.tensor_rank, parallel.tensor_size, group)
+        self.load: ExpertLoad | None = None
+        """Where training counts what its experts get."""
+        self.replays = True
+        """Whether recorded choices are followed: a model that is only compared with routes by itself."""
         self.models = nn.ModuleList(self._made(stretch) for stretch in self._stretches)
 
     def _made(self, stretch: Stretch) -> Any:
         architecture, facts = self._architecture, self._architecture.facts
         windows = architecture.windows[stretch.first : stretch.first + stretch.layers]
         width = architecture.config.intermediate_size
+        spec = layer_spec(
+            self.kind, windows, facts.head_dim**-0.5, width, facts, self._parallel.experts, first=stretch.first
+        )  # fmt: skip
         lm: Any = GPTModel(
             config=self.config,
-            transformer_layer_spec=layer_spec(self.kind, windows, facts.head_dim**-0.5, width, head_norms=facts.head_norms),
+            transformer_layer_spec=spec,
             vocab_size=self._vocabulary.each * self._parallel.tensor_size,
             max_sequence_length=architecture.config.max_position_embeddings,
             pre_process=stretch.begins,
@@ -95,7 +106,7 @@ class ParallelPolicy(nn.Module):
             for name, parameter in lm.named_parameters()
         }
 
-    def prepared(self, row: DeviceRow, boundaries: np.ndarray) -> ParallelRow:
+    def prepared(self, row: DeviceRow, boundaries: np.ndarray, routing: RowRouting | None = None) -> ParallelRow:
         """boundaries [S + 1]: segment s is tokens boundaries[s] to boundaries[s + 1]. A row that is shared out over ranks is
         filled up with one more segment, which nobody looks at."""
         ids, positions = row.ids, row.position_ids
@@ -103,6 +114,10 @@ class ParallelPolicy(nn.Module):
             ids = torch.nn.functional.pad(ids, (0, missing))
             positions = torch.cat([positions, sent(np.arange(missing)[None], self._device)], dim=1)
             boundaries = np.append(boundaries, boundaries[-1] + missing)
+            routing = None if routing is None else routing.padded(missing)
+        if routing is not None and self._spread:
+            share = ids.shape[1] // self._shares
+            routing = routing.part(slice(self._parallel.tensor_rank * share, (self._parallel.tensor_rank + 1) * share))
         segments = attention.segments(self.kind, boundaries, self._device)
         cos, sin = self._rotation(torch.empty(0, dtype=self._computing, device=self._device), positions)
         return ParallelRow(
@@ -111,6 +126,7 @@ class ParallelPolicy(nn.Module):
             row.sampled - 1,
             row.targets,
             sent(row.temperature, self._device) if isinstance(row.temperature, np.ndarray) else row.temperature,
+            routing,
         )
 
     @property
@@ -141,7 +157,7 @@ class ParallelPolicy(nn.Module):
                 entering = entering.transpose(0, 1).contiguous()
         hidden = entering
         for layer in lm.decoder.layers:
-            hidden = self._of_layer(layer, hidden, given.row)
+            hidden = self._of_layer(layer, hidden, given)
         return lm.decoder.final_layernorm(hidden) if self.ends(lap) else hidden
 
     def taken(self, given: ParallelRow, hidden: Tensor, chunk: int, support: Support = WHOLE) -> tuple[Tensor, Tensor]:
@@ -165,9 +181,15 @@ class ParallelPolicy(nn.Module):
         weight: Tensor = lm.embedding.word_embeddings.weight if own is None else own
         return weight
 
-    def _of_layer(self, layer: Any, hidden: Tensor, row: AttentionRow) -> Tensor:
+    def _of_layer(self, layer: Any, hidden: Tensor, given: ParallelRow) -> Tensor:
+        load = self.load if torch.is_grad_enabled() else None  # what is not trained is not counted
+
         def run(entering: Tensor) -> Tensor:
-            leaving: Tensor = layer(entering, attention_mask=None, packed_seq_params=row)[0]
+            nonlocal load
+            if isinstance(layer.mlp, ExpertLayer):
+                layer.mlp.row, layer.mlp.load = (given.routing if self.replays else None), load
+                load = None  # a layer that is computed again counts once
+            leaving: Tensor = layer(entering, attention_mask=None, packed_seq_params=given.row)[0]
             return leaving
 
         if self._again is None or not torch.is_grad_enabled():

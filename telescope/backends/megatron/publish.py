@@ -1,7 +1,8 @@
 """From the ranks' parts to whole Hugging Face tensors in flat buckets, on rank 0 of the trainer.
 
 Owns the exchange: those ranks of the first whole model that have parts of a bucket send them, already cast, and rank 0 puts
-them in place. A bucket is all that exists whole at a time.
+them in place; so do the first ranks that have all experts together, which may be of several models. A bucket is all that exists
+whole at a time.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ class PartPacker:
     def __init__(self, masters: Masters, table: TensorMap, layout: StageLayout, parallel: Parallel, device: str) -> None:
         """A collective."""
         self._masters, self._table, self._parallel, self._device = masters, table, parallel, device
-        self._homes = {name: layout.home(rule.parameter) for name, (rule, _) in table.of.items()}
-        """Stages by tensor."""
+        self._homes = {own: layout.home(table.of[where.tensor][0].parameter) for own, where in table.files.items()}
+        """Stages by tensor of a model's files."""
         if parallel.model_group.size() > 1:  # with NCCL all ranks of a group have to meet before two of them can talk
             dist.all_reduce(torch.zeros(1, device=device), group=parallel.model_group)
 
     def layout(self) -> Sequence[ModelTensor]:
         dtype = str(self._masters.dtype).removeprefix("torch.")
-        return [ModelTensor(name, dtype, shape) for name, shape in self._table.shapes.items()]
+        return [ModelTensor(name, dtype, where.shape) for name, where in self._table.files.items()]
 
     @torch.no_grad()
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
         found, parallel = self._parts(bucket), self._parallel
+        of_experts = [spec for spec in bucket.specs if self._is_expert(spec)]
+        if of_experts and parallel.experts.copies.rank == 0:
+            self._gather_experts(of_experts, found, bucket.start, out)
         if parallel.data_rank:
             return
         mine = self._message(bucket, parallel.stage, parallel.tensor_rank)
@@ -58,11 +62,18 @@ class PartPacker:
     def _parts(self, bucket: Bucket) -> dict[str, Tensor]:
         """This rank's, of each tensor of the bucket that its stage sends. Empty on ranks that have none to send."""
         found: dict[str, Tensor] = {}
-        here = [spec.name for spec in bucket.specs if self._homes[spec.name] == self._parallel.stage]
-        for name in dict.fromkeys(self._table.of[each][0].parameter for each in here):
-            local = self._local(name, bucket)
-            if local is not None:
-                found |= self._table.split(self._table.rules[name], local)
+        table = self._table
+        here = [table.files[spec.name].tensor for spec in bucket.specs if self._homes[spec.name] == self._parallel.stage]
+        for name in dict.fromkeys(table.of[each][0].parameter for each in here):
+            rule, local = table.rules[name], self._local(name, bucket)
+            if local is None:
+                continue
+            if rule.of_experts:
+                stack = rule.parts[0].name
+                begin = table.here(stack)[1]
+                found |= {own: table.files[own].within(local, begin) for own in table.matrices(stack)}
+            else:
+                found |= table.split(rule, local)
         return found
 
     def _local(self, name: str, bucket: Bucket) -> Tensor | None:
@@ -70,20 +81,45 @@ class PartPacker:
         computing = self._masters.parameters[name].detach()
         wire = {spec.dtype for spec in bucket.specs}
         if not self._masters.apart or wire == {str(computing.dtype).removeprefix("torch.")}:
-            return None if self._parallel.data_rank else computing
+            return None if self._masters.copies(name).rank else computing
 
         def updated(piece: UpdatedPiece) -> Tensor:
             return piece.updated
 
         return self._masters.whole(name, updated, self._masters.dtype)
 
+    def _gather_experts(self, specs: Sequence[TensorSpec], found: dict[str, Tensor], start: int, out: Tensor | None) -> None:
+        """Whole matrices, each from the rank that has its expert."""
+        experts, each = self._parallel.experts, max(1, self._table.facts.experts // self._parallel.experts.size)
+        places, ends = [], [0] * experts.size
+        for spec in specs:
+            rank = (self._table.files[spec.name].expert or 0) // each
+            places.append((spec, rank, ends[rank]))
+            ends[rank] = aligned(ends[rank] + spec.nbytes)
+        if experts.size == 1:
+            if out is not None:
+                for spec in specs:
+                    view_in(out, start, spec).copy_(found[spec.name])
+            return
+        message = torch.zeros(max(ends), dtype=torch.uint8, device=self._device)
+        for spec, rank, place in places:
+            if rank == experts.rank:
+                _piece(message, place, spec, spec.shape).copy_(found[spec.name])
+        every = [torch.empty_like(message) for _ in range(experts.size)] if out is not None else None
+        dist.gather(message, every, dst=0, group=experts.group)
+        if out is not None and every is not None:
+            for spec, rank, place in places:
+                view_in(out, start, spec).copy_(_piece(every[rank], place, spec, spec.shape))
+
     # ---- messages: parts of tensors one after another, and where each begins
 
     def _message(self, bucket: Bucket, stage: int, tensor_rank: int) -> list[tuple[TensorSpec, int]]:
-        """What a rank has to send of a bucket. What all ranks of its stage have, the first of them sends."""
+        """What a rank has to send of a bucket beside experts. What all ranks of its stage have, the first of them sends."""
         found, end = [], 0
         for spec in bucket.specs:
-            if self._homes[spec.name] == stage and (tensor_rank == 0 or self._dim(spec) is not None):
+            if self._is_expert(spec) or self._homes[spec.name] != stage:
+                continue
+            if tensor_rank == 0 or self._dim(spec) is not None:
                 found.append((spec, end))
                 end = aligned(end + self._nbytes(spec, tensor_rank))
         return found
@@ -119,6 +155,9 @@ class PartPacker:
             return
         each = -(-spec.shape[dim] // self._parallel.tensor_size)
         whole.narrow(dim, tensor_rank * each, part.shape[dim]).copy_(part)
+
+    def _is_expert(self, spec: TensorSpec) -> bool:
+        return self._table.files[spec.name].expert is not None
 
     def _dim(self, spec: TensorSpec) -> int | None:
         return self._table.of[spec.name][1].dim

@@ -4,6 +4,9 @@ Owns the table, the interleaving and the cuts. megatron-core keeps queries, keys
 group (a group's query heads, its key head, its value head), and the MLP's gate and up in another; each rank of T has 1/T of the
 groups, of the MLP's width and of the vocabulary. So of every Hugging Face tensor a rank has a run of rows or of columns, as
 `torch.chunk` cuts them: `split` and `join` go from one to the other without talking to anybody.
+
+The experts of a layer are two stacks of matrices, here as in Hugging Face's model, and each rank of E has a run of them. A
+model's files, and every server, have three matrices for each expert: `files` says which is what.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2 (and 2.5)", "qwen3": "Qwen3 (dense)"}
+ARCHITECTURES = {
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2 (and 2.5)", "qwen3": "Qwen3 (dense)", "qwen3_moe": "Qwen3-MoE",
+}  # fmt: skip
 """By transformers' `model_type`."""
 
 Kind = Literal["whole", "heads", "gated", "vocabulary"]
@@ -35,6 +40,16 @@ class ModelDimensions:
     qkv_bias: bool
     head_norms: bool
     """Of queries and keys."""
+    experts: int = 0
+    """Of each layer in `expert_layers`."""
+    expert_layers: frozenset[int] = frozenset()
+    """Numbers, from 0, of the layers with experts in place of one MLP."""
+    top_k: int = 0
+    """Experts that a token goes to."""
+    expert_width: int = 0
+    """Of an expert's inner states."""
+    normalised: bool = True
+    """Whether the weights of a token's experts add up to 1."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,8 @@ class Rule:
     parameter: str
     kind: Kind
     parts: tuple[Part, ...]
+    of_experts: bool = False
+    """A stack of one matrix an expert, of which a rank has those of its experts."""
 
     @property
     def everywhere(self) -> bool:
@@ -87,34 +104,70 @@ def _of_layer(number: int, facts: ModelDimensions) -> Iterator[Rule]:
             yield Rule(name, "whole", (Part(f"{attention}{letter}_norm.weight", None),))
     yield Rule(f"{ours}self_attention.linear_proj.weight", "whole", (Part(f"{attention}o_proj.weight", 1),))
     yield Rule(f"{ours}pre_mlp_layernorm.weight", "whole", (Part(f"{theirs}post_attention_layernorm.weight", None),))
+    if number in facts.expert_layers:
+        yield Rule(f"{ours}mlp.router.weight", "whole", (Part(f"{mlp}gate.weight", None),))
+        yield Rule(f"{ours}mlp.experts.gate_up", "whole", (Part(f"{mlp}experts.gate_up_proj", 0),), of_experts=True)
+        yield Rule(f"{ours}mlp.experts.down", "whole", (Part(f"{mlp}experts.down_proj", 0),), of_experts=True)
+        return
     gated = (Part(f"{mlp}gate_proj.weight", 0), Part(f"{mlp}up_proj.weight", 0))
     yield Rule(f"{ours}mlp.linear_fc1.weight", "gated", gated)
     yield Rule(f"{ours}mlp.linear_fc2.weight", "whole", (Part(f"{mlp}down_proj.weight", 1),))
 
 
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a model's files: one of Hugging Face's model, or rows from `first` on of one expert's matrix in that."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    first: int = 0
+
+    def within(self, stack: Tensor, begin: int) -> Tensor:
+        """A view of it in this rank's part of the stack, whose first expert is `begin`."""
+        assert self.expert is not None
+        return stack[self.expert - begin, self.first : self.first + self.shape[0]]
+
+
 class TensorMap:
-    """The table of one model for one rank of `size`. `shapes`: the Hugging Face tensors, in the order of the model's own.
+    """The table of one model for one rank of `size`, and of `expert_size` that share out experts. `shapes`: the tensors of
+    Hugging Face's model, in its order.
 
     Raises ValueError where the table and the model do not have the same tensors.
     """
 
-    def __init__(self, facts: ModelDimensions, shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> None:
+    def __init__(
+        self, facts: ModelDimensions, shapes: Mapping[str, tuple[int, ...]], rank: int, size: int, expert_rank: int = 0,
+        expert_size: int = 1,
+    ) -> None:  # fmt: skip
         self.facts, self.shapes = facts, dict(shapes)
-        self._rank, self._size = rank, size
+        self._size, self.expert_size = size, expert_size
+        self._place = {False: (rank, size), True: (expert_rank, expert_size)}
         self.rules = {rule.parameter: rule for rule in rules(facts)}
         self.of = {part.name: (rule, part) for rule in self.rules.values() for part in rule.parts}
         if odd := sorted(set(self.of) ^ set(self.shapes)):
             where = "the model has" if odd[0] in self.shapes else "the model lacks"
             raise ValueError(f"{where} {odd[0]}, which the table of Megatron-Core's parameters does not expect")
+        self.files = files(self.shapes, facts, expert_size)
+        self._matrices: dict[str, list[str]] = {}
+        for own, found in self.files.items():
+            if found.expert is not None:
+                self._matrices.setdefault(found.tensor, []).append(own)
+
+    def matrices(self, name: str) -> list[str]:
+        """Of a stack, the names that those of this rank's experts have in the model's files."""
+        _, begin, count = self.here(name)
+        return [own for own in self._matrices[name] if begin <= (self.files[own].expert or 0) < begin + count]
 
     def here(self, name: str) -> tuple[int | None, int, int]:
         """(dim, first, count): what of a tensor this rank has."""
-        dim, shape = self.of[name][1].dim, self.shapes[name]
-        if dim is None:
+        (rule, part), shape = self.of[name], self.shapes[name]
+        if part.dim is None:
             return None, 0, shape[0]
-        each = -(-shape[dim] // self._size)
-        first = min(self._rank * each, shape[dim])
-        return dim, first, min(each, shape[dim] - first)
+        rank, size = self._place[rule.of_experts]
+        each = -(-shape[part.dim] // size)
+        first = min(rank * each, shape[part.dim])
+        return part.dim, first, min(each, shape[part.dim] - first)
 
     def part_shape(self, name: str) -> tuple[int, ...]:
         """Of what this rank has."""
@@ -157,6 +210,32 @@ class TensorMap:
                 by_group[:, :queries].copy_(found[0].reshape(groups, queries, facts.head_dim, *inner))
                 for place, part in enumerate(found[1:]):
                     by_group[:, queries + place].copy_(part.reshape(groups, facts.head_dim, *inner))
+
+
+EXPERT = ".mlp.experts."
+GATE_UP, DOWN = f"{EXPERT}gate_up_proj", f"{EXPERT}down_proj"
+
+
+def files(shapes: Mapping[str, tuple[int, ...]], facts: ModelDimensions, expert_size: int = 1) -> dict[str, FileTensor]:
+    """What a model's files have, by name, in the order of the model's tensors; experts of one stack so that the `expert_size`
+    ranks that share them out take turns: then what is gathered at once comes from all of them."""
+    found: dict[str, FileTensor] = {}
+    each = max(1, facts.experts // expert_size)
+    order = sorted(range(facts.experts), key=lambda expert: (expert % each, expert))
+    for name, shape in shapes.items():
+        if name.endswith(GATE_UP):
+            width = shape[1] // 2
+            for expert in order:
+                for place, which in enumerate(("gate", "up")):
+                    own = f"{name.removesuffix('gate_up_proj')}{expert}.{which}_proj.weight"
+                    found[own] = FileTensor(name, (width, shape[2]), expert, place * width)
+        elif name.endswith(DOWN):
+            for expert in order:
+                own = f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"
+                found[own] = FileTensor(name, shape[1:], expert)
+        else:
+            found[name] = FileTensor(name, shape)
+    return found
 
 
 def named(architectures: Iterable[str] = ARCHITECTURES.values()) -> str:

@@ -4,8 +4,8 @@ So a checkpoint is read by any number of ranks of either kind of parallelism, ex
 reader. `model.<name>`, `optimizer.<name>.<kind>`, `trainer.counters` (JSON), and for each rank `rank_<r>.random`, as in
 telescope.backends.fsdp.state.
 
-Owns the way from the ranks' pieces to these tensors, one parameter at a time: of each, one of the data-parallel ranks that
-share it out gets all that belongs to its place in a model, and writes it.
+Owns the way from the ranks' pieces to these tensors, one parameter at a time: of each, one of the ranks that share it out (the
+data-parallel ones, or those with the same experts) gets all that belongs to its place in a model, and writes it.
 """
 
 from __future__ import annotations
@@ -58,10 +58,24 @@ def _here(table: TensorMap, names: Container[str]) -> list[Rule]:
 
 
 def _read(reader: TensorFiles, table: TensorMap, name: str) -> Tensor:
+    if table.of[name][0].of_experts:
+        return _read_experts(reader, table, name)
     tensor, (dim, first, count) = reader.of(name, table.shapes[name]), table.here(name)
     rows = slice(first, first + count)
     part: Tensor = tensor[:] if dim is None else tensor[rows] if dim == 0 else tensor[:, rows]
     return part
+
+
+def _read_experts(reader: TensorFiles, table: TensorMap, name: str) -> Tensor:
+    """This rank's part of a stack, from the matrices of its experts."""
+    begin, stack = table.here(name)[1], None
+    for own in table.matrices(name):
+        matrix: Tensor = reader.of(own, table.files[own].shape)[:]
+        if stack is None:
+            stack = torch.empty(table.part_shape(name), dtype=matrix.dtype)
+        table.files[own].within(stack, begin).copy_(matrix)
+    assert stack is not None
+    return stack
 
 
 def gathered(
@@ -70,15 +84,15 @@ def gathered(
     """What this rank writes, made as it is asked for: to the end, by all ranks, as it holds collectives. What two stages have,
     the first one writes. `training_state`: all; else the weights alone."""
     kinds = _kinds(masters, updater) if training_state else _kinds(masters, None)
-    for number, rule in enumerate(_here(table, masters.parameters.keys() - masters.copies)):
-        owner = number % parallel.data_size
+    for number, rule in enumerate(_here(table, masters.parameters.keys() - masters.counted_elsewhere)):
+        owner = number % masters.copies(rule.parameter).size
         for name, of, dtype in kinds:
             whole = masters.whole(rule.parameter, of, dtype, owner)
             if whole is None:
                 continue
             for tensor, part in table.split(rule, whole).items():
                 key = name.format(tensor)
-                yield key, parallel.spread(part.contiguous(), table.of[tensor][1].dim, table.shapes[tensor])
+                yield key, _spread(part.contiguous(), tensor, table, parallel)
     if not training_state:
         return
     if updater.began:
@@ -86,6 +100,11 @@ def gathered(
         yield from ((f"{OPTIMIZER}{name}.step", steps) for name in table.shapes)
     yield COUNTERS, randomness.as_bytes({**updater.counters(), "optimizer": {}})
     yield own_key(world.rank, RANDOM), randomness.state(world.device)
+
+
+def _spread(part: Tensor, name: str, table: TensorMap, parallel: Parallel) -> Tensor:
+    rule, own = table.of[name]
+    return parallel.spread(part, own.dim, table.shapes[name], of_expert=rule.of_experts)
 
 
 def _kinds(masters: Masters, updater: PieceUpdater | None) -> list[tuple[str, Callable[[UpdatedPiece], Tensor], torch.dtype]]:
@@ -130,9 +149,7 @@ def _put(
         device = masters.parameters[batch[0].parameter].device
         names = [part.name for rule in batch for part in rule.parts]
         parts = {name: torch.empty(table.part_shape(name), dtype=masters.dtype, device=device) for name in names}
-        spread = {
-            key.format(name): parallel.spread(part, table.of[name][1].dim, table.shapes[name]) for name, part in parts.items()
-        }
+        spread = {key.format(name): _spread(part, name, table, parallel) for name, part in parts.items()}
         reader.read_into(spread)
         for rule in batch:
             whole = torch.empty(masters.parameters[rule.parameter].shape, dtype=masters.dtype, device=device)
