@@ -150,8 +150,10 @@ def way_on(config: RunConfig, code: int) -> str:
     none, and where its last words say so already."""
     from telescope.runlog.opening import look
 
+    if code not in (ERROR, COMPONENT_FAILED, *BY_SIGNAL):
+        return ""
     run, latest = _latest_checkpoint(config)
-    if code not in (ERROR, COMPONENT_FAILED, *BY_SIGNAL) or not latest or look(run).summary.get("lost_checkpoint"):
+    if not latest or look(run).summary.get("lost_checkpoint"):
         return ""
     return f"to go on from the checkpoint of step {latest}: python -m telescope runs resume {shlex.quote(str(run.path))}"
 
@@ -176,7 +178,7 @@ def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
     """The run's directory, and the step of the latest checkpoint from which it can go on; 0 where there is none, nothing is
     left to train or evaluate behind it, or the directory itself is gone, which checkpoints elsewhere outlive and a save may
     have made anew."""
-    from telescope._launch.prepare_attempt import has_played_all
+    from telescope._launch.prepare_attempt import CannotResume, has_played_all
     from telescope.runlog import checkpoints
     from telescope.runlog.layout import RunDirectory
     from telescope.runlog.opening import is_run
@@ -184,7 +186,10 @@ def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
     run, saving = RunDirectory(Path(str(config.run_dir))), config.checkpoint
     can = saving.on and saving.save_training_state and run.config_json.exists() and is_run(run.path)
     there = checkpoints.steps(checkpoints.root(run, saving.dir)) if can else []
-    return run, there[-1] if there and not has_played_all(run, config, there[-1]) else 0
+    try:
+        return run, there[-1] if there and not has_played_all(run, config, there[-1]) else 0
+    except CannotResume:  # who resumes it is told why
+        return run, 0
 
 
 def _attempt(order: RunOrder) -> int | None:

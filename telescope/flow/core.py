@@ -32,7 +32,8 @@ from telescope.records import RolloutOrder
 TRIED_AGAIN = "infrastructure"
 """The one kind of failure that another try may not have."""
 _PLAY = frozenset({seen.TurnStarted, seen.TurnDone, seen.GenerationOver, seen.RolloutDone})
-"""Nearly all events of a run. Unless a group moves by one of them, there is nothing to take and nothing to admit after it."""
+"""Nearly all events of a run. Unless a group moves or an eval ends by one of them, there is nothing to take and nothing to admit
+after it."""
 
 
 class Core:
@@ -414,7 +415,8 @@ class Core:
             if self._plays_last_evals:
                 self._dispatch()
             return
-        if more_than_play or self._states.moved:
+        if more_than_play or self._states.moved or self._evals.ended:
+            self._evals.ended = False  # the trainer may have waited for it
             self._take()
             self._admit()
         if self._lanes.waiting:

@@ -98,6 +98,8 @@ class Evals:
         self._lanes = lanes
         self._say = say
         self._rounds: list[EvalRound] = []
+        self.ended = False
+        """One has, since the core last looked."""
         self._next_id = EVAL_IDS
         self._waiting: tuple[SavedRound, ...] = ()
         """Of the checkpoint that the run goes on from, until the prompts are known."""
@@ -110,7 +112,7 @@ class Evals:
     def holds_training(self) -> bool:
         """Whether the trainer gets no batch before an eval has ended: one that is of the weights before the first step, which
         would be gone, and any one where servers sleep while the trainer trains."""
-        return any(one.step == 0 or self._settings.evals_hold_training for one in self._rounds)
+        return bool(self._rounds) and any(one.step == 0 or self._settings.evals_hold_training for one in self._rounds)
 
     @property
     def samples_left(self) -> int:
@@ -187,6 +189,7 @@ class Evals:
             for ended in of.groups:
                 ended.close()
             self._say(do.EndEval(of.rules.name, of.step, "complete", of.failed, 0))
+            self.ended = True
 
     # ---- a checkpoint
 

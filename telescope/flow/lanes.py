@@ -39,8 +39,11 @@ class Line:
         self._fresh: deque[RolloutAttempt] = deque()
         """Never sent out; they come in order of their ids."""
         self._retried: list[tuple[int, int, RolloutAttempt]] = []
+        self.used = False
+        """Whether anything was ever put into it."""
 
     def put(self, rollout: RolloutAttempt) -> None:
+        self.used = True
         if rollout.attempt:
             heappush(self._retried, (rollout.rollout_id, rollout.attempt, rollout))
         else:
@@ -156,7 +159,8 @@ class Lanes:
 
     def _choose(self, lanes: int, evals_first: bool) -> tuple[Line, RolloutAttempt] | None:
         """The rollout to start next and its line, of those that have a lane."""
-        trained, played = self._training.first(), self._evals.first()
+        trained = self._training.first()
+        played = self._evals.first() if self._evals.used else None
         if played is None:
             return (self._training, trained) if trained is not None and self._has_lane(trained.group, lanes) else None
         turn = self._evals_running < max(1, lanes // EVAL_PARTS) and not self._eval_was_last

@@ -118,15 +118,15 @@ class EvalTally:
 
 
 def measure(progress: EvalProgress, rules: EvalScoring) -> dict[str, Any]:
-    """The numbers of a complete eval. Its scores are all there are: every other sample was given up."""
+    """The numbers of a complete eval. Its scores are all there are: every other sample was given up. Where none was scored, and
+    the environment does not say how low its rewards go, there is no reward."""
     scores = list(progress.scores.values())
-    lowest = rules.reward_min
-    if lowest is None:
-        lowest = min(0.0, *(score.reward for score in scores)) if scores else 0.0
+    floor = 0.0 if rules.reward_min is None else rules.reward_min
+    lowest = min(floor, *(score.reward for score in scores)) if scores else floor
     rewards, passed = _by_prompt(progress, lowest, rules.pass_above)
-    means = [mean(each) for each in rewards]
-    whole, error = mean(means), standard_error(means)
-    low, high = interval(whole, error, len(means)) if error is not None else (None, None)
+    means = [mean(each) for each in rewards] if scores or rules.reward_min is not None else []
+    whole, error = (mean(means), standard_error(means)) if means else (None, None)
+    low, high = interval(whole, error, len(means)) if whole is not None and error is not None else (None, None)
     versions = [version for score in scores for version in (score.version_first, score.version_last) if version >= 0]
     samples = progress.samples
     return {
@@ -188,7 +188,8 @@ def describe(row: Mapping[str, Any]) -> str:
     head = f"eval {row['eval']} of step {row['step']}"
     if row["state"] != "complete":
         return f"{head}: {row['state']}"
+    reward = "–" if row["reward"] is None else f"{row['reward']:.3f}"
     error = "" if row["reward_error"] is None else f" ± {row['reward_error']:.3f}"
     passes = "".join(f", pass@{k} {value:.3f}" for k, value in row["pass_at"].items())
     failed = f", {row['failed']} failed" if row["failed"] else ""
-    return f"{head}: reward {row['reward']:.3f}{error}{passes} ({row['prompts']} prompts x {row['samples']}{failed})"
+    return f"{head}: reward {reward}{error}{passes} ({row['prompts']} prompts x {row['samples']}{failed})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from telescope.orchestrator.eval_scores import (
@@ -51,9 +53,19 @@ def test_the_lowest_reward_is_the_environments_or_that_of_the_eval(stated: float
     assert measure(progress(1.0, None, -1.0, 0.0), rules)["reward"] == pytest.approx((1.0 + lowest - 1.0) / 4)
 
 
-def test_an_eval_of_which_nothing_was_scored_has_a_score_of_nothing():
+def test_an_eval_of_which_nothing_was_scored_has_no_reward():
+    """0 would be a high one where rewards are below it."""
     row = measure(progress(None, None, None, None), RULES)
-    assert (row["reward"], row["pass_at"]["2"], row["reward_scored"], row["version_first"]) == (0.0, 0.0, None, None)
+    assert (row["reward"], row["reward_error"], row["reward_low"], row["reward_scored"]) == (None, None, None, None)
+    assert (row["pass_at"]["2"], row["version_first"]) == (0.0, None)
+    stated = measure(progress(None, None, None, None), replace(RULES, reward_min=-1.0))
+    assert (stated["reward"], stated["reward_error"]) == (-1.0, 0.0)
+
+
+def test_a_failed_sample_has_no_more_than_the_worst_that_was_seen():
+    """Whatever an environment says of its lowest reward."""
+    rules = replace(RULES, reward_min=0.0)
+    assert measure(progress(-3.0, None, 1.0, 1.0), rules)["reward"] == pytest.approx(-1.0)
 
 
 def test_a_pass_is_a_reward_above_the_limit_and_not_at_it():

@@ -191,9 +191,8 @@ async def test_a_flood_of_output_is_kept_to_its_beginning_and_secrets_stay(
 def test_tasks_are_lines_and_broken_ones_are_named(tmp_path: Path) -> None:
     found = program(tmp_path, "x").prompts("train")
     assert [(prompt.turns[0]["content"], prompt.answer) for prompt in found] == [("ab cd", "cd ab"), ("x", "")]
-    assert program(tmp_path, "x").prompts("eval")[0] == Prompt(
-        ({"role": "user", "content": "ab cd"},), "cd ab", {"task": "ab cd", "answer": "cd ab"}
-    )
+    assert found[0] == Prompt(({"role": "user", "content": "ab cd"},), "cd ab", {"task": "ab cd", "answer": "cd ab"})
+    assert program(tmp_path, "x").prompts("eval") == []  # they would be those that are trained on
     (tmp_path / "tasks.jsonl").write_text('{"task": "x"}\nnonsense\n')
     with pytest.raises(ValueError, match=r"tasks.jsonl line 2 is no"):
         AgentProgram(command=("x",), tasks=str(tmp_path / "tasks.jsonl")).prompts("train")
