@@ -32,8 +32,8 @@ from telescope.records import RolloutOrder
 TRIED_AGAIN = "infrastructure"
 """The one kind of failure that another try may not have."""
 _PLAY = frozenset({seen.TurnStarted, seen.TurnDone, seen.GenerationOver, seen.RolloutDone})
-"""Nearly all events of a run. Unless a group moves or an eval ends by one of them, there is nothing to take and nothing to admit
-after it."""
+"""Nearly all events of a run. Unless a group moves or an eval ends by one of them, there is nothing to take and nothing to
+admit after it."""
 
 
 class Core:

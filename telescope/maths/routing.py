@@ -14,7 +14,10 @@ from numpy.typing import DTypeLike
 
 
 def dtype_of(experts: int) -> np.dtype:
-    """The smallest that travels and has room for the mark: uint8 for up to 255 experts, else int16."""
+    """The smallest that travels and has room for the mark: uint8 for up to 255 experts, else int16. Raises ValueError for more
+    experts than that has."""
+    if experts > np.iinfo(np.int16).max:
+        raise ValueError(f"recorded routing knows at most {np.iinfo(np.int16).max:,} experts a layer, not {experts:,}")
     return np.dtype(np.uint8 if experts <= np.iinfo(np.uint8).max else np.int16)
 
 
@@ -53,7 +56,7 @@ def find_wrong(routed: np.ndarray, *, layers: int, experts: int, top_k: int) -> 
     known = routed[..., 0] != unrecorded(routed.dtype)
     chosen = routed[known]
     if chosen.size and (chosen.min() < 0 or chosen.max() >= experts):
-        return f"recorded routing names expert {max(chosen.max(), -chosen.min())}, and the model has {experts}"
+        return f"recorded routing names expert {max(int(chosen.max()), -int(chosen.min()))}, and the model has {experts}"
     if chosen.size and (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any():
         return "recorded routing sends a token to the same expert twice"
     return ""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from telescope.backends.base import TrainShard
 from telescope.backends.common.models import UnfitModel
-from telescope.backends.common.routing import RowRouting, load_metrics
+from telescope.backends.common.routing import ExpertLoad, RowRouting, load_metrics
 from telescope.backends.fsdp.routers import Routers
 from telescope.maths.routing import dtype_of, find_wrong, joined, unrecorded
 from tests.backends.models import random_experts, random_model
@@ -228,7 +228,7 @@ def test_a_part_of_a_shard_takes_its_record_along():
 
 
 def test_a_compiled_router_is_one_graph_that_counts_as_it_is_told_and_follows_the_record():
-    """For all lengths of rows; a second one with records. Whether it counts is no part of it."""
+    """For all lengths of rows; a second one with records, a third one where there is nothing to look at."""
     from torch._dynamo.utils import counters
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -253,7 +253,46 @@ def test_a_compiled_router_is_one_graph_that_counts_as_it_is_told_and_follows_th
                 assert (sum(expected[0]) > 0) == counts
                 assert torch.equal(found[2], eager[2])
                 torch.testing.assert_close(found[1], eager[1])
-    assert counters["stats"]["unique_graphs"] == before + 2
+    assert counters["stats"]["unique_graphs"] == before + 3
+
+
+def test_compiled_layers_share_their_graphs():
+    """A layer's number is no part of a graph: torch compiles the same code eight times, and then no more."""
+    from torch._dynamo.utils import counters
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    config = Qwen3MoeConfig(hidden_size=16, num_experts=8, num_experts_per_tok=2)
+    gates = [Qwen3MoeTopKRouter(config) for _ in range(12)]
+    for gate in gates:
+        torch.nn.init.normal_(gate.weight)
+    watching = Routers(gates, "cpu")
+
+    def layer(gate: Any, hidden: torch.Tensor) -> Any:
+        return gate(hidden)
+
+    compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+    before = counters["stats"]["unique_graphs"]
+    row = RowRouting(torch.ones(9, dtype=torch.bool))
+    hidden = torch.randn(9, 16)
+    with watching.told(row, counts=True):
+        for gate in gates:
+            gate(hidden)
+    expected = taken(watching)
+    with watching.told(row, counts=True):
+        for gate in gates:
+            compiled(gate, hidden)
+    assert taken(watching) == expected
+    assert counters["stats"]["unique_graphs"] <= before + 2
+
+
+def test_what_does_not_count_is_not_looked_at():
+    """Not even where it is no number."""
+    load = ExpertLoad(1, 4, 2, "cpu")
+    load.open(False)
+    bad = torch.full((3, 4), torch.nan)
+    load.add(torch.tensor(0), bad, torch.zeros(3, 2, dtype=torch.int64), RowRouting(torch.ones(3, dtype=torch.bool)))
+    assert load._sums.tolist() == [0.0] * 4
 
 
 def taken(watching: Routers) -> tuple[list[float], list[float]]:

@@ -54,9 +54,10 @@ class RowRouting:
     recorded: Tensor | None = None
     """[T, L, K] int64, of the L layers with experts; None: nothing of this row was recorded."""
 
-    def of_layer(self, number: int) -> Tensor | None:
-        """[T, K]; `number` counts the layers with experts."""
-        return None if self.recorded is None else self.recorded[:, number]
+    def of_layer(self, number: Tensor) -> Tensor | None:
+        """[T, K]; `number` [] int64 counts the layers with experts. A tensor: a number would make a graph of its own of each
+        compiled layer."""
+        return None if self.recorded is None else self.recorded.index_select(1, number[None])[:, 0]
 
     def padded(self, tokens: int) -> RowRouting:
         """With so many more tokens, which do not count."""
@@ -93,11 +94,12 @@ class ExpertLoad:
         self._open.fill_(float(counts))
 
     @torch.no_grad()
-    def add(self, layer: int, probabilities: Tensor, experts: Tensor, row: RowRouting) -> None:
-        """What a layer's router did with the tokens of a row: probabilities [T, E], experts [T, K]."""
+    def add(self, layer: Tensor, probabilities: Tensor, experts: Tensor, row: RowRouting) -> None:
+        """What a layer's router did with the tokens of a row: probabilities [T, E], experts [T, K]. `layer`: see
+        `of_layer`."""
         counted = row.counted
         each = (counted * self._open)[:, None].expand(-1, experts.shape[1])
-        self._tokens[layer].index_add_(0, experts.reshape(-1), each.reshape(-1))
+        self._tokens.view(-1).index_add_(0, (experts + layer * self.experts).reshape(-1), each.reshape(-1))
         entropy = torch.special.entr(probabilities).sum(-1).double()
         sums = [counted.double().sum(), entropy.where(counted, 0.0).sum()]
         recorded = row.of_layer(layer)
@@ -108,7 +110,7 @@ class ExpertLoad:
             own = probabilities.topk(self.top_k, dim=-1).indices
             missed = (experts[:, :, None] != own[:, None, :]).all(-1).sum(-1).double()
             sums += [known.double().sum(), missed.where(known, 0.0).sum()]
-        self._sums += torch.stack(sums) * self._open
+        self._sums += torch.where(self._open > 0, torch.stack(sums), 0.0)  # what does not count may be no number
 
     def finish(self) -> dict[str, float]:
         """Metrics over all ranks, and nothing is counted any more. A collective; every rank must have counted other tokens."""

@@ -32,19 +32,19 @@ class Routers:
         self.load = ExpertLoad(self.layers, self.experts, self.top_k, device)
         self.row: RowRouting | None = None
         for number, module in enumerate(modules):
-            module.register_forward_hook(self._hook(number))
+            module.register_forward_hook(self._hook(torch.tensor(number, device=device)))
 
     @contextmanager
     def told(self, row: RowRouting | None, *, counts: bool) -> Iterator[None]:
         """Around a forward pass. `counts`: it is one that trains; what a backward pass computes again counts once."""
-        self.row = row
+        self.row = row if counts or (row is not None and row.recorded is not None) else None
         self.load.open(counts)
         try:
             yield
         finally:
             self.load.open(False)
 
-    def _hook(self, number: int) -> Any:
+    def _hook(self, number: Tensor) -> Any:
         def behind(module: Any, given: tuple[Tensor, ...], found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             row = self.row
             if row is None:

@@ -67,7 +67,8 @@ class ExpertLayer(nn.Module):
     def __init__(self, facts: ModelDimensions, place: ExpertPlace, number: int, *, config: Any) -> None:
         """`number` counts the layers with experts."""
         super().__init__()
-        self._place, self._number, self._top_k, self._normalised = place, number, facts.top_k, facts.normalised
+        self._place, self._top_k, self._normalised = place, facts.top_k, facts.normalised
+        self._number = torch.tensor(number, device=torch.cuda.current_device())
         self.router = Router(config, facts)
         self.experts = ExpertStacks(config, facts.experts // place.size, facts.expert_width)
 

@@ -154,6 +154,8 @@ def meet_groups(parallel: Parallel, device: str) -> None:
         parallel.data_group,
         parallel_state.get_data_parallel_group(with_context_parallel=True),  # megatron-core's own, of the same ranks
         parallel.pipeline_group,
+        parallel.experts.group,
+        parallel.experts.copies.group,
         parallel_state.get_embedding_group(check_initialized=False),  # None on stages between the first and the last
     )
     number = torch.zeros(1, device=device)
