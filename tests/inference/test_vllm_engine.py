@@ -189,14 +189,17 @@ async def test_tokens_that_go_on_through_an_update_are_of_their_version_over_the
 async def test_versions_are_exact_for_requests_that_arrive_finish_and_run_while_weights_change(old: Served):
     """Requests keep coming while five versions are served; each token's log-prob is that of the version it names."""
     served = {old.serving: "old"}
-    tasks = []
+    tasks, long = [], asyncio.create_task(long_request(old, "spanning", prompt(20)))
+    await until_running(old, "spanning", 10)
     for index, which in enumerate(("new", "third", "old", "new", "third")):
         for burst in range(8):
             tasks.append(asyncio.create_task(old.generate(prompt(20, burst), 12, seed=index, temperature=COLD)))
             await asyncio.sleep(0)
         served[await old.serve(which)] = which
     answers = await asyncio.gather(*tasks)
-    assert sum(len(set(a.versions.tolist())) > 1 for a in answers) > 0
+    spanning = await long
+    assert len(set(spanning.versions.tolist())) > 1
+    assert np.abs(spanning.logprobs - old.reference_over_kept_cache(prompt(20), spanning, served, COLD)).max() < 1e-3
     for index, answer in enumerate(answers):
         expected = old.reference_over_kept_cache(prompt(20, index % 8), answer, served, COLD)
         assert np.abs(answer.logprobs - expected).max() < 1e-3
