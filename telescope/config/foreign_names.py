@@ -6,7 +6,7 @@ the setting that does the same, or with a sentence where there is none.
 
 from __future__ import annotations
 
-_LATER = "The Megatron backend is not there yet"
+_LATER = "The Megatron backend does not have it yet"
 _GONE = "Nothing is to be set"
 NAMES: dict[str, str] = {
     # the older, Ray-based Telescope
@@ -87,16 +87,21 @@ NAMES: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("megatron_tensor_parallel_size", "megatron_pipeline_parallel_size", "megatron_context_parallel_size"),
-            *("megatron_expert_parallel_size", "megatron_global_batch_size", "megatron_disable_unified_memory_jit"),
+            *("megatron_context_parallel_size", "megatron_global_batch_size", "megatron_disable_unified_memory_jit"),
             *("megatron_optimizer_cpu_offload", "megatron_optimizer_offload_fraction", "megatron_main_grads_dtype"),
             *("megatron_overlap_cpu_optimizer_d2h_h2d", "megatron_use_precision_aware_optimizer", "megatron_fp8"),
             *("megatron_main_params_dtype", "megatron_exp_avg_dtype", "megatron_exp_avg_sq_dtype"),
-            *("megatron_grad_reduce_in_fp32", "megatron_gradient_checkpointing", "megatron_sequence_parallel"),
-            *("megatron_use_distributed_optimizer", "megatron_overlap_grad_reduce", "megatron_use_transformer_engine"),
+            "megatron_use_transformer_engine",
         ),
         _LATER,
     ),
+    **{
+        f"megatron_{name}": f"backend.{name}"
+        for name in (
+            *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "grad_reduce_in_fp32"),
+            *("gradient_checkpointing", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce"),
+        )
+    },
     "eval_before_training": "eval.baseline",
     "eval_after_training": "eval.final",
     "eval_every": "eval.every",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,14 +23,19 @@ from tests.backends.shards import make_job
 from tests.ports import free_port
 
 
-def test_a_rank_that_breaks_while_the_state_is_gathered_ends_and_so_does_the_other(tmp_path):
-    """It would go on to the next step's collectives, while the other waits in those of the save."""
-    model = random_model(tmp_path / "model")
+def run_two(folder: Path, module: str) -> None:
+    """Two ranks of a test module, each of which leaves what it saw in the folder."""
+    model = random_model(folder / "model")
     environment = {
         "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    ended = run_forked(2, "tests.backends.megatron_broken_save", [str(tmp_path), model], environment, limit_s=100.0)
+    ended = run_forked(2, f"tests.backends.{module}", [str(folder), model], environment, limit_s=100.0)
     assert [code for code, _ in ended] == [0, 0], ended
+
+
+def test_a_rank_that_breaks_while_the_state_is_gathered_ends_and_so_does_the_other(tmp_path):
+    """It would go on to the next step's collectives, while the other waits in those of the save."""
+    run_two(tmp_path, "megatron_broken_save")
     (lost, _), (broken, told) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert lost.startswith("RankLost: another trainer rank was lost, or did not answer in time, while ")
     assert broken.startswith("OutOfMemoryError: CUDA out of memory")
@@ -37,12 +43,7 @@ def test_a_rank_that_breaks_while_the_state_is_gathered_ends_and_so_does_the_oth
 
 
 def test_a_stage_whose_loss_breaks_says_so_and_the_others_have_lost_a_rank(tmp_path):
-    model = random_model(tmp_path / "model")
-    environment = {
-        "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    ended = run_forked(2, "tests.backends.megatron_broken_stage", [str(tmp_path), model], environment, limit_s=100.0)
-    assert [code for code, _ in ended] == [0, 0], ended
+    run_two(tmp_path, "megatron_broken_stage")
     lost, broken = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert lost.startswith("RankLost: another trainer rank was lost, or did not answer in time, while training step 1: ")
     assert "this rule knows no such row" in broken

@@ -19,7 +19,8 @@ def every_setting() -> set[str]:
     return {
         path
         for name in plugins.files(plugins.ALGORITHMS)
-        for path in setting_paths({"algorithm": {"name": name}, "backend": {"name": "fsdp"}, "environments": {}})
+        for backend in ("fsdp", "megatron")
+        for path in setting_paths({"algorithm": {"name": name}, "backend": {"name": backend}, "environments": {}})
     } | GROUPS
 
 
@@ -40,7 +41,8 @@ def test_a_name_of_the_table_is_not_one_of_ours_at_that_place():
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("megatron_tensor_parallel_size=2", "The Megatron backend is not there yet."),
+        ("megatron_tensor_parallel_size=2", "It is backend.tensor_parallel_size here."),
+        ("megatron_fp8=true", "The Megatron backend does not have it yet."),
         ("inference_num_workers=2", "It is cluster.inference_num_workers here."),
         ("checkpoint_every=5", "It is checkpoint.every here."),
         ("clip_ratio_c=3", "It is algorithm.dual_clip_c here."),
