@@ -26,7 +26,7 @@ SHARED = (
 
 class EvalSettings(Settings):
     every: int | None = Field(default=None, ge=1, le=1_000_000_000)
-    """Steps between two evals, after each of which the latest weights are evaluated. Without `evals`, null is no eval, and a
+    """Steps between two evals, after each of which the latest weights are evaluated. Without `evals`, null means none, and a
     number evaluates each environment that is trained on; of an eval in `evals`, null plays it before and after training."""
     num_samples: int = Field(default=1, ge=1, le=100_000)
     """Answers to each prompt (n)."""
