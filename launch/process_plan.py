@@ -36,11 +36,13 @@ MODULES: dict[ProcessRole, str] = {
 
 GPU_SHARE = "TELESCOPE_GPU_SHARE"
 """Tells a trainer rank how much of its GPU it may take, where it is not alone there."""
+MEETING_FILE = "TELESCOPE_MEETING_FILE"
+"""Tells a trainer rank the file by which ranks of one host meet, in place of MASTER_ADDR and MASTER_PORT."""
 MOST_OF_A_CARD = 0.9
 OWNED_VARIABLES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"),
-        GPU_SHARE,
+        *(GPU_SHARE, MEETING_FILE),
         DESCRIPTOR,
         "TELESCOPE_ADDRESS",
     }
@@ -92,7 +94,7 @@ class ProcessPlan(Record, frozen=True):
 
 
 class LaunchPlan(Record, frozen=True):
-    """What one run starts. A trainer's MASTER_PORT is missing here: the supervisor finds a free one when it starts them."""
+    """What one run starts. Where the trainer ranks meet is missing here: the supervisor says it when it starts them."""
 
     device: Literal["cpu", "gpu"]
     processes: tuple[ProcessPlan, ...]

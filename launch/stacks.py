@@ -17,7 +17,8 @@ _WAITING = frozenset({"threading.py", "selectors.py", "queue.py", "socket.py", "
 """Files of the standard library in whose functions a thread does nothing but wait."""
 _POOL = "concurrent/futures/thread.py"
 _OURS = "/telescope/"
-_ENVIRONMENTS = "/telescope/environments/"
+_ENVIRONMENTS = tuple(f"/telescope/environments/{folder}/" for folder in ("tasks", "adapters", "graders"))
+"""Where the code of single environments is; what stands beside it is machinery for all of them."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Frame:
     @property
     def of_environment(self) -> bool:
         """What a user or an environment of ours wrote, not the machinery around it."""
-        return not self.of_library and (_OURS not in self.file or _ENVIRONMENTS in self.file)
+        return not self.of_library and (_OURS not in self.file or any(folder in self.file for folder in _ENVIRONMENTS))
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} ({self.function})"
@@ -69,7 +70,7 @@ def read_stacks(log: str) -> StackReport | None:
     threads, _ = _last_dump(log)
     if not threads:
         return None
-    best = max(threads, key=_weigh)
+    best = _choose(threads)
     return StackReport(tuple(best), _weigh(best) > 0)
 
 
@@ -77,7 +78,7 @@ def read_crash(log: str) -> StackReport | None:
     """Where a process was that a fault of its own killed (SIGSEGV, SIGABRT); None where the log does not say."""
     _, crashed, after = log.rpartition(_CRASH)
     threads, current = _last_dump(after) if crashed else ([], [])
-    best = current or max(threads, key=_weigh, default=[])
+    best = current or (_choose(threads) if threads else [])
     return StackReport(tuple(best), bool(current) or _weigh(best) > 0) if best else None
 
 
@@ -97,6 +98,12 @@ def _last_dump(log: str) -> tuple[list[list[Frame]], list[Frame]]:
             threads[-1].append(Frame(found["file"], int(found["line"]), found["function"]))
         before = line
     return [thread for thread in threads if thread], current
+
+
+def _choose(threads: Sequence[Sequence[Frame]]) -> Sequence[Frame]:
+    """The thread that weighs most; of several the oldest, which a dump has last: a process is heard from its main thread, and
+    a helper thread that only waits for the interpreter looks as busy as the one that holds it."""
+    return max(reversed(threads), key=_weigh)
 
 
 def _weigh(thread: Sequence[Frame]) -> int:

@@ -39,8 +39,8 @@ from telescope._launch.causes import (
 from telescope._launch.child_processes import INTERRUPTS, CaughtSignals, ChildProcesses, ManagedProcess, ProcessEnd
 from telescope._launch.file_thread import FileThread
 from telescope._launch.held_signals import HeldSignals
-from telescope._launch.hosts.address import KeptPort
 from telescope._launch.hosts.other_nodes import OtherNodes
+from telescope._launch.meeting_place import open_meeting_place
 from telescope._launch.process_plan import LaunchPlan, ProcessPlan, read_plan
 from telescope._launch.progress import Console, LogCopy, ProgressDisplay, format_summary
 from telescope._launch.run_dir_watch import LOOK_S as DIRECTORY_LOOK_S
@@ -163,13 +163,13 @@ def supervise_in_batch_system(
         make_keys(run, plan.names)
     with (
         CaughtSignals(batch_system.warning) as wakeup,
-        contextlib.closing(KeptPort(plan.head_address)) as kept,
+        open_meeting_place(plan, port) as meeting,
         unblock_output(),
     ):
         if held is not None and held.number is not None:
             signal.raise_signal(held.number)
         supervisor = Supervisor(run, plan, Console(sys.stderr, sys.stdout), wakeup, timeouts, nodes, batch_system)
-        code = supervisor.run(port or kept.number)
+        code = supervisor.run(meeting)
         supervisor.conclude(code)
         drain_output()
         late = [number for number in wakeup.arrived() if number in INTERRUPTS]
@@ -219,11 +219,11 @@ class Supervisor:
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
-    def run(self, port: int) -> int:
-        """`port`: where the trainer ranks meet, on the host of rank 0."""
+    def run(self, meeting: dict[str, str]) -> int:
+        """`meeting`: variables that tell the trainer ranks where they meet."""
         try:
             sweep_up()  # after runs that were killed with their supervisor
-            self.start({"MASTER_PORT": str(port)})
+            self.start(meeting)
             if self.batch_system.warned_before():
                 self.warn()
             while self.alive:
@@ -247,10 +247,10 @@ class Supervisor:
             self.cause = FailureCause("supervisor", sentence, str(self.directory.path), ())
         return self.exit_code
 
-    def start(self, port: dict[str, str]) -> None:
+    def start(self, meeting: dict[str, str]) -> None:
         """The orchestrator first. Hundreds take a while: the terminal is told, and a signal is heard in between."""
         for begun, plan in enumerate(self.plan.processes, start=1):
-            self.cause = self.begin(plan, port if plan.role == "trainer" else {})
+            self.cause = self.begin(plan, meeting if plan.role == "trainer" else {})
             if self.cause:
                 self.kill_all()
                 return

@@ -65,14 +65,16 @@ class StepResult:
 @dataclass(frozen=True)
 class World:
     """Where this process stands among the trainer ranks. `device` is `cpu` or `cuda:<index>`; `memory_share` is how much of
-    its GPU's memory it may take: less than 1 where a server shares the card. `met`: somebody else listens at the ranks' meeting
-    place already, so rank 0 goes there like the others."""
+    its GPU's memory it may take: less than 1 where a server shares the card. `meeting_file`: by which the ranks of one host
+    meet; None: by MASTER_ADDR and MASTER_PORT. `met`: somebody else listens there already, so rank 0 goes there like the
+    others."""
 
     rank: int
     size: int
     device: str
     memory_share: float = 1.0
     met: bool = False
+    meeting_file: Path | None = None
 
 
 class RankLost(RuntimeError):

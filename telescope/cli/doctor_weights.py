@@ -238,7 +238,7 @@ class Ranks:
 @contextlib.asynccontextmanager
 async def _ranks(config: RunConfig, directory: RunDirectory, identity: RunIdentity, plan: LaunchPlan) -> AsyncIterator[Ranks]:
     """The trainer's processes, met; they have ended after the block."""
-    from telescope._launch.hosts.address import KeptPort
+    from telescope._launch.meeting_place import open_meeting_place
     from telescope._launch.process_environment import make_child_environment
     from telescope.wire.hub import Hub
     from telescope.wire.security import make_keys
@@ -247,14 +247,13 @@ async def _ranks(config: RunConfig, directory: RunDirectory, identity: RunIdenti
     names = [process.name for process in processes]
     make_keys(directory, ["orchestrator", *names])
     async with contextlib.AsyncExitStack() as stack:
-        kept = stack.enter_context(contextlib.closing(KeptPort(plan.head_address)))
-        port = {"MASTER_PORT": str(kept.number)}
+        meeting = stack.enter_context(open_meeting_place(plan))
         opened = await Hub.open(directory, run=identity.run_id, attempt=identity.attempt, config_hash=identity.config_hash)
         hub = await stack.enter_async_context(opened)
         for process in processes:
             log = stack.enter_context(directory.path.joinpath(f"{process.name}.log").open("wb"))
             arguments = [*process.program, "--run-dir", str(directory.path), "--name", process.name]
-            environment = make_child_environment(process.environment | port)
+            environment = make_child_environment(process.environment | meeting)
             child = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environment, stdout=log, stderr=log)
             stack.push_async_callback(_end, child)
         ranks = Ranks(hub, names, config.weight_sync.update_timeout_s, directory.path)

@@ -52,7 +52,8 @@ def placement(environ: Mapping[str, str], cluster: ClusterSettings) -> World:
             f"{cluster.trainer_num_workers}: let the launcher start the ranks, or set the variables to agree"
         )
     share = float(environ.get("TELESCOPE_GPU_SHARE", "1"))
-    return World(rank=rank, size=size, device=_device(environ, cluster, rank), memory_share=share)
+    meeting = Path(file) if (file := environ.get("TELESCOPE_MEETING_FILE")) else None
+    return World(rank=rank, size=size, device=_device(environ, cluster, rank), memory_share=share, meeting_file=meeting)
 
 
 def _device(environ: Mapping[str, str], cluster: ClusterSettings, rank: int) -> str:

@@ -33,19 +33,21 @@ def main() -> int:
         if mode == "resume":
             resume(model, folder, ("two", "two-as-two", "one-as-two")[number])
             continue
-        train(model, folder / str(number), sharing=2 if "shared" in Path(model).name else 1)
+        train(model, folder / str(number), folder / f"ranks-{number}", sharing=2 if "shared" in Path(model).name else 1)
     return 0
 
 
-def build(model: str, timeout_s: float, sharing: int = 1):
-    job = make_job(model=model, seq_len=96, pad_to_multiple_of=16, world=World(int(os.environ["RANK"]), 2, "cpu"))
+def build(model: str, timeout_s: float, sharing: int = 1, meeting_file: Path | None = None):
+    world = World(int(os.environ["RANK"]), 2, "cpu", meeting_file=meeting_file)
+    job = make_job(model=model, seq_len=96, pad_to_multiple_of=16, world=world)
     return watch(job, collective_timeout_s=timeout_s, gradient_checkpointing=True, context_parallel_size=sharing)
 
 
-def train(model: str, folder: Path, sharing: int) -> None:
-    """Two steps; gradients of the first, metrics and weights of the second. Ranks that share rows get all trajectories."""
+def train(model: str, folder: Path, meeting_file: Path, sharing: int) -> None:
+    """Two steps of ranks that meet by a file; gradients of the first, metrics and weights of the second. Ranks that share rows
+    get all trajectories."""
     rank = int(os.environ["RANK"])
-    backend = build(model, timeout_s=60.0, sharing=sharing)
+    backend = build(model, timeout_s=60.0, sharing=sharing, meeting_file=meeting_file)
     own = SHARES[rank] if sharing == 1 else sorted(SHARES[0] + SHARES[1])
     folder.mkdir(exist_ok=True)
     for step in (1, 2):

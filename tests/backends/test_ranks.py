@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from telescope.backends.base import RankLost, World
+from telescope.backends.common import ranks
 from tests.backends.forking import run_forked
 from tests.backends.models import random_experts, random_model
 from tests.backends.shards import make_job, make_shard
@@ -77,6 +80,15 @@ def test_a_lost_rank_is_said_within_the_time_of_a_collective(tmp_path):
     last = output.strip().splitlines()[-1]
     assert last.startswith("another trainer rank was lost, or did not answer in time, while training step 1: ")
     assert int(last.rpartition("[")[2].removesuffix(" s]")) <= 20
+
+
+def test_a_rank_that_nobody_meets_at_their_file_says_so_in_time(tmp_path):
+    """With the file's folder there, and without."""
+    world = World(rank=0, size=2, device="cpu", meeting_file=tmp_path / "ranks")
+    with pytest.raises(RankLost, match="did not answer in time, while meeting"), ranks.watched("meeting"):
+        ranks.join(world, 1.0)
+    with pytest.raises(RankLost, match="/gone/ranks is not on this host"):
+        ranks.join(replace(world, meeting_file=tmp_path / "gone" / "ranks"), 1.0)
 
 
 def test_the_meeting_place_of_the_ranks_is_at_its_one_address(tmp_path):

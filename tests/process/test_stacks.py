@@ -34,6 +34,25 @@ def test_the_thread_in_an_environments_code_is_told_with_the_environment():
     assert found.find_environment([("countdown", "countdown")]) == ""
 
 
+TOKENIZING = """Thread 0x00007f01 (most recent call first):
+  File "/x/.venv/lib/python3.11/site-packages/transformers/tokenization_utils_tokenizers.py", line 1063 in _encode_plus
+  File "/src/telescope/environments/template.py", line 243 in _encode
+
+"""
+
+
+def test_a_thread_that_waits_for_the_interpreter_does_not_hide_the_one_that_holds_it():
+    held_in_a_thread = read_stacks(TOKENIZING + HELD.removeprefix("worker log\n"))
+    assert held_in_a_thread is not None
+    assert (held_in_a_thread.place.file, held_in_a_thread.place.line) == ("/home/me/plugins/environments/hard.py", 12)
+    two = TOKENIZING.replace("telescope/environments", "mine") + TOKENIZING.replace(
+        "src/telescope/environments/template", "hard"
+    )
+    held_by_the_main_thread = read_stacks(two)
+    assert held_by_the_main_thread is not None
+    assert held_by_the_main_thread.place.file == "/hard.py"
+
+
 def test_where_all_threads_wait_that_is_said():
     waiting = HELD.replace("re/__init__.py", "queue.py")
     found = read_stacks(waiting)

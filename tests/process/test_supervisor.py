@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from conftest import LIMIT_S, PROMISED_S, Launch, stand_in
 
-from telescope._launch.process_plan import LaunchPlan, write_plan
+from telescope._launch.process_plan import MEETING_FILE, LaunchPlan, write_plan
 from telescope._launch.supervisor import SupervisorTimeouts
 from telescope.runlog.layout import RunDirectory
 
@@ -386,8 +386,10 @@ def test_trainers_share_one_meeting_point_and_foreign_ranks_are_dropped(
         for name in ("trainer-0", "trainer-1", "worker-0")
     }
     assert (seen["trainer-0"]["RANK"], seen["trainer-1"]["RANK"]) == ("0", "1")
-    assert int(seen["trainer-0"]["MASTER_PORT"]) == int(seen["trainer-1"]["MASTER_PORT"]) > 0
-    assert "MASTER_PORT" not in seen["worker-0"]
+    meeting = Path(seen["trainer-0"][MEETING_FILE])
+    assert seen["trainer-1"][MEETING_FILE] == str(meeting)
+    assert not meeting.parent.exists()  # any more
+    assert MEETING_FILE not in seen["worker-0"]
     for variables in seen.values():
         assert "WORLD_SIZE" not in variables
         assert "TORCHELASTIC_RUN_ID" not in variables

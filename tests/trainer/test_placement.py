@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from telescope.backends.base import World
@@ -22,6 +24,12 @@ def test_each_rank_uses_the_one_gpu_it_is_shown():
 def test_ranks_that_are_shown_all_gpus_take_their_own():
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     assert placement(environ, ClusterSettings(trainer_num_workers=8)) == World(5, 8, "cuda:1")
+
+
+def test_ranks_of_one_host_meet_by_the_file_that_they_are_told():
+    world = placement({"TELESCOPE_MEETING_FILE": "/tmp/x/ranks"}, ClusterSettings(trainer_num_workers=1))
+    assert world.meeting_file == Path("/tmp/x/ranks")
+    assert placement({}, ClusterSettings(trainer_num_workers=1)).meeting_file is None
 
 
 def test_a_cpu_run_ignores_gpus():

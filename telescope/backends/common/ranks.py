@@ -14,13 +14,22 @@ import torch.distributed as dist
 
 from telescope.backends.base import RankLost, World
 
-SIGNS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "timed out", "connect() timeout", "tcpstore")
+SIGNS = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "connection reset by peer",
+    "timed out",
+    "connect() timeout",
+    "tcpstore",
+    "wait timeout",
+)
 """What torch's plain RuntimeErrors of a collective say, in lower case; it has no class of its own for gloo's."""
 
 
 def join(world: World, timeout_s: float, *, host: bool = False) -> None:
-    """Meet the other ranks, by MASTER_ADDR and MASTER_PORT; alone, no port is opened. Raises after `timeout_s`. `host`: ranks
-    with GPUs also exchange tensors that lie in host memory."""
+    """Meet the other ranks, where `world` says; alone, nothing is opened. Raises after `timeout_s`. `host`: ranks with GPUs
+    also exchange tensors that lie in host memory."""
     name = "gloo"
     if world.device.startswith("cuda"):
         torch.cuda.set_device(world.device)
@@ -36,7 +45,13 @@ def join(world: World, timeout_s: float, *, host: bool = False) -> None:
 
 
 def _store(world: World, timeout: timedelta) -> Any:
-    """Rank 0 listens on MASTER_ADDR alone, unless somebody does; by itself torch would listen on every address of the host."""
+    """A file; or rank 0 listens on MASTER_ADDR alone, unless somebody does: torch by itself would on every address."""
+    if (file := world.meeting_file) is not None:
+        if not file.parent.is_dir():
+            raise RankLost(f"the trainer ranks' meeting place {file} is not on this host, or its run is over")
+        store = dist.FileStore(str(file), world.size)  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
+        return store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if world.rank or world.met:
         return dist.TCPStore(address, port, world.size, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
