@@ -104,6 +104,8 @@ class LaunchPlan(Record, frozen=True):
     """Of one server within an hour; one more death of it ends the run."""
     hosts: tuple[Host, ...] = ()
     """By node; the first is the head."""
+    verbose: bool = False
+    """Whether the terminal has the whole summary at the end."""
     save_s: float = 0.0
     """What the run gets to train and save the step under way when it is told to stop; 0: it makes no checkpoints."""
 
@@ -159,7 +161,9 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> LaunchPlan:
     logging = config.logging
     save_s = config.checkpoint.stop_timeout_s if config.checkpoint.on else 0.0
     restarts = cluster.max_server_restarts
-    return LaunchPlan(device, tuple(processes), logging.progress, logging.log_to_console, restarts, hosts, save_s)
+    return LaunchPlan(
+        device, tuple(processes), logging.progress, logging.log_to_console, restarts, hosts, logging.verbose, save_s
+    )
 
 
 def _add_variables(process: ProcessPlan, config: RunConfig) -> ProcessPlan:

@@ -37,6 +37,7 @@ from telescope._launch.causes import (
     read_tail,
 )
 from telescope._launch.child_processes import INTERRUPTS, CaughtSignals, ChildProcesses, ManagedProcess, ProcessEnd
+from telescope._launch.closing_words import format_closing
 from telescope._launch.file_thread import FileThread
 from telescope._launch.held_signals import HeldSignals
 from telescope._launch.hosts.other_nodes import OtherNodes
@@ -538,7 +539,8 @@ class Supervisor:
         self.release_nodes(code, self.cause.sentence if self.cause else unfinished)
         self.console.result(f"run directory: {self.directory.path}")
         if summary:
-            self.console.result(format_summary(summary))
+            failed = self.cause is not None
+            self.console.result(format_summary(summary) if self.plan.verbose else format_closing(summary, failed=failed))
         if code == STOPPED and self.interrupted is not None:
             self.console.result(f"to go on: python -m telescope runs resume {shlex.quote(str(self.directory.path))}")
             unfinished = ""

@@ -66,6 +66,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-cd", "--config-dir")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("--objective")
+    parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--new-key", metavar="FILE")
     parser.add_argument("overrides", nargs="*")
     parsed = parse_all(parser, arguments)
@@ -75,6 +76,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--info and --cfg print different things: give one of them")
     if parsed.package is not None and not parsed.cfg:
         parser.error("--package goes with --cfg: it names the part that is printed, e.g. trainer")
+    if parsed.verbose:
+        parsed.overrides.append("logging.verbose=true")
     if parsed.objective and not parsed.multirun:
         parser.error("--objective goes with -m: it names the number of summary.json that the sweep is about")
     return parsed

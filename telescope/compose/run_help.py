@@ -30,6 +30,7 @@ Options:
     -m, --multirun      run every combination of values given as a,b,c, one after another (cluster=slurm: as an
                         array); all are checked before the first starts. hydra/sweeper=… chooses points itself
     --objective NAME    the number of summary.json that a sweep is about (default: reward_policy_last)
+    --verbose           the whole summary at the end of a run, not its main lines alone
     --version           of Telescope and of Hydra
     --new-key FILE      make the key that hosts without a shared folder know each other by (cluster.key_file)
 

@@ -461,5 +461,7 @@ class LoggingSettings(Settings):
     """Copy the components' logs to the launcher's stderr."""
     progress: bool = True
     """Show the progress line on the launcher's terminal."""
+    verbose: bool = False
+    """Show all of summary.json at the end of a run, not its main lines alone; `telescope run --verbose` sets it."""
     token_groups: int = Field(default=1, ge=0)
     """Groups of each step whose exact tokens are kept in the run directory, for `python -m telescope env audit`; 0: none."""

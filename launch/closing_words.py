@@ -1,0 +1,116 @@
+"""What a run came to, in the few lines that a terminal has at its end. Summary in, text out.
+
+Owns the choice: how the reward went comes first, what did not happen is left out. The whole summary is in `summary.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from telescope._launch.progress import format_duration
+
+MOST_REASONS = 3
+"""Of the causes by which groups were left out, as many are named."""
+
+
+def format_closing(summary: Mapping[str, Any], *, failed: bool = False) -> str:
+    """A line a fact, its name first; empty for an empty summary. A half-known summary is told as far as it goes. `failed`: the
+    terminal has the sentence of the end already."""
+    rows = [
+        ("reward", _describe_change(summary, "reward")),
+        ("exact", _describe_change(summary, "exact")),
+        *((f"eval {name}", _describe_eval(row)) for name, row in _mapping(summary, "evals").items()),
+        ("steps", _describe_steps(summary)),
+        ("rollouts", _describe_rollouts(summary)),
+        ("failed", _list(_mapping(summary, "failures"))),
+        ("out of range", _list(_mapping(summary, "rewards_out_of_range"))),
+        ("restarts", _list(_mapping(summary, "restarts"))),
+        ("tokens", _describe_tokens(summary)),
+        ("time", _describe_time(summary)),
+        ("end", "" if failed else str(summary.get("exit_reason") or "")),
+    ]
+    told = [(name, text) for name, text in rows if text]
+    width = max((len(name) for name, _ in told), default=0)
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in told)
+
+
+def _describe_change(summary: Mapping[str, Any], name: str) -> str:
+    """`0.365 → 0.831`, of the first versions and of the last, with the numbers of rollouts for the reward."""
+    key = "reward_policy" if name == "reward" else name
+    first, last = summary.get(f"{key}_first"), summary.get(f"{key}_last")
+    if first is None and last is None:
+        return "–" if name == "reward" and summary.get("steps") else ""
+    change = f"{_number(first)} → {_number(last)}"
+    counts = [_mapping(summary, f"policy_{end}").get("rollouts") for end in ("first", "last")]
+    return (
+        f"{change}  (means of {counts[0]:,} and {counts[1]:,} rollouts)"
+        if name == "reward" and all(map(_is_number, counts))
+        else change
+    )
+
+
+def _describe_eval(row: Any) -> str:
+    """`0.084 → 0.391 ± 0.018 after step 60 (512 samples)`."""
+    if not isinstance(row, Mapping):
+        return ""
+    first = _mapping(row, "first")
+    before = f"{_number(first.get('reward'))} → " if first.get("step") != row.get("step") else ""
+    error = f" ± {row['reward_error']:.3f}" if _is_number(row.get("reward_error")) else ""
+    failed = f", {row['failed']} failed" if row.get("failed") else ""
+    return f"{before}{_number(row.get('reward'))}{error} after step {row.get('step')} ({row.get('samples')} samples{failed})"
+
+
+def _describe_steps(summary: Mapping[str, Any]) -> str:
+    steps, skipped = summary.get("steps"), summary.get("updates_skipped")
+    return "" if steps is None else f"{steps}" + (f", {skipped} of their updates skipped" if skipped else "")
+
+
+def _describe_rollouts(summary: Mapping[str, Any]) -> str:
+    """Counts that are not 0, and why groups were left out."""
+    counts = _list(_mapping(summary, "rollouts"))
+    counted = ((reason, count) for reason, count in _mapping(summary, "reasons").items() if _is_number(count))
+    reasons = sorted(counted, key=lambda reason: -reason[1])
+    named = ", ".join(f"{count:,} {reason}" for reason, count in reasons[:MOST_REASONS])
+    more = f" and {len(reasons) - MOST_REASONS} more causes" if len(reasons) > MOST_REASONS else ""
+    return f"{counts}; of groups {named}{more}" if counts and named else counts
+
+
+def _describe_tokens(summary: Mapping[str, Any]) -> str:
+    tokens, seconds = _mapping(summary, "tokens"), _mapping(summary, "seconds").get("training")
+    sampled, trained = tokens.get("completion"), tokens.get("trained")
+    if not sampled:
+        return ""
+    rate = f" ({sampled / seconds:,.0f}/s while training)" if _is_number(seconds) and seconds > 0 else ""
+    return f"{sampled:,} sampled{rate}, {trained or 0:,} trained"
+
+
+def _describe_time(summary: Mapping[str, Any]) -> str:
+    """In all, and of it what the trainer worked and waited."""
+    wall, seconds = summary.get("wall_s"), _mapping(summary, "seconds")
+    if not _is_number(wall):
+        return ""
+    parts = [
+        f"{what} {format_duration(seconds[name])}"
+        for name, what in (("timing_step_active", "the trainer computed"), ("timing_waiting_for_data", "waited for data"))
+        if _is_number(seconds.get(name))
+    ]
+    return f"{format_duration(wall)}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _mapping(summary: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = summary.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _list(counts: Mapping[str, Any]) -> str:
+    """`960 trained, 2 failed`: numbers that are not 0, and what is not a number as it is."""
+    return ", ".join(f"{value:,} {name}" if _is_number(value) else f"{name} {value}" for name, value in counts.items() if value)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.3f}" if _is_number(value) else "–"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,72 @@
+"""What a terminal says of a run at its end: the main lines of its summary, reward first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from telescope._launch.closing_words import format_closing
+
+SUMMARY: dict[str, Any] = {
+    "steps": 60,
+    "reward_policy_first": 0.36491,
+    "reward_policy_last": 0.83109,
+    "exact_first": 0.34,
+    "exact_last": 0.81,
+    "policy_first": {"rollouts": 1800},
+    "policy_last": {"rollouts": 1160},
+    "evals": {
+        "countdown": {
+            "step": 60, "reward": 0.391, "reward_error": 0.018, "samples": 512, "failed": 3,
+            "first": {"step": 0, "reward": 0.084},
+        }
+    },
+    "rollouts": {"generated": 20256, "trained": 15360, "discarded": 4896, "cancelled": 0, "failed": 0, "retried": 0},
+    "failures": {"grader: TimeoutError": 3},
+    "updates_skipped": 0,
+    "restarts": {"server-0": 1},
+    "reasons": {"discarded: zero_advantage": 600, "discarded: stale": 12, "cancelled: a": 2, "cancelled: b": 1, "failed: c": 1},
+    "tokens": {"completion": 120000, "trained": 90000},
+    "seconds": {"training": 60.0, "timing_step_active": 44.6, "timing_waiting_for_data": 9.0},
+    "wall_s": 218.6,
+    "exit_reason": "all 60 steps are trained",
+}  # fmt: skip
+
+
+def test_the_main_lines_of_a_run():
+    assert format_closing(SUMMARY).splitlines() == [
+        "  reward          0.365 → 0.831  (means of 1,800 and 1,160 rollouts)",
+        "  exact           0.340 → 0.810",
+        "  eval countdown  0.084 → 0.391 ± 0.018 after step 60 (512 samples, 3 failed)",
+        "  steps           60",
+        "  rollouts        20,256 generated, 15,360 trained, 4,896 discarded; of groups 600 discarded: zero_advantage, "
+        "12 discarded: stale, 2 cancelled: a and 2 more causes",
+        "  failed          3 grader: TimeoutError",
+        "  restarts        1 server-0",
+        "  tokens          120,000 sampled (2,000/s while training), 90,000 trained",
+        "  time            3:39 (the trainer computed 0:45, waited for data 0:09)",
+        "  end             all 60 steps are trained",
+    ]
+
+
+def test_what_the_terminal_has_said_of_the_end_is_not_said_again():
+    assert format_closing({"steps": 3, "exit_reason": "worker-0 was lost"}, failed=True) == "  steps  3"
+
+
+def test_a_run_in_which_nothing_was_scored_has_no_reward_and_not_one_of_0():
+    said = format_closing({"steps": 2, "reward_policy_first": None, "reward_policy_last": None, "updates_skipped": 1})
+    assert said.splitlines() == ["  reward  –", "  steps   2, 1 of their updates skipped"]
+
+
+def test_an_eval_that_was_played_once_has_no_change():
+    row = {"step": 20, "reward": 0.5, "reward_error": None, "samples": 4, "failed": 0, "first": {"step": 20, "reward": 0.5}}
+    assert format_closing({"evals": {"a": row}}) == "  eval a  0.500 after step 20 (4 samples)"
+
+
+@pytest.mark.parametrize("name", sorted(SUMMARY))
+def test_a_half_known_summary_is_told_as_far_as_it_goes(name: str):
+    """Of another version, or edited."""
+    for value in (None, "text", 7, [1], {}, {"countdown": None}):
+        assert isinstance(format_closing({**SUMMARY, name: value}), str)
+    assert format_closing({}) == ""
