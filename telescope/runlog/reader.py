@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from telescope.runlog.attempts import read_lineage
+from telescope.runlog.attempts import CountedRows, read_lineage
 from telescope.runlog.files import DamagedFile, open_file
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.schema import COMMON, STREAMS
@@ -31,6 +31,58 @@ def rows_of_attempt(run: RunDirectory, stream: str) -> list[dict[str, Any]]:
     return [row for _, row in _by_writer(run, stream)]
 
 
+def newest_rows(
+    run: RunDirectory, stream: str, damaged: list[DamagedFile], columns: Collection[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """The same rows for those who look: the newest file first, of each its last row first, and one file in memory at a time, so
+    that whoever has seen enough may leave. What can't be used is added to `damaged` and passed over. `columns`: those that are
+    wanted, where not all are."""
+    before: tuple[CountedRows, ...] = ()
+    try:
+        before = read_lineage(run).before
+    except DamagedFile as error:
+        damaged.append(error)
+    for _, row in _newest_of_attempt(run, stream, damaged, columns):
+        yield row
+    for part in reversed(before):
+        earlier = RunDirectory(run.earlier_attempt(part.attempt))
+        needed = {*columns, "step"} if columns else ()  # by which rows count
+        found = _newest_of_attempt(earlier, stream, damaged, needed)
+        yield from (row for writer, row in found if part.counts(writer, row))
+
+
+def _newest_of_attempt(
+    run: RunDirectory, stream: str, damaged: list[DamagedFile], columns: Collection[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    seen: set[tuple[str, int]] = set()
+    """What was live: a segment sealed between the two looks is found as a block too."""
+    for segment in sorted((run.path / "live").glob(f"*/{stream}-*.jsonl"), key=lambda path: path.name, reverse=True):
+        writer, held = segment.parent.name, []
+        try:
+            for row in segment_rows(segment):
+                held.append({name: row[name] for name in ("seq", *columns) if name in row} if columns else row)
+        except FileNotFoundError:
+            continue
+        except DamagedFile as error:
+            damaged.append(error)
+        seen.update((writer, row["seq"]) for row in held)
+        yield from ((writer, row) for row in reversed(held))
+    for block in sorted((run.path / "blocks" / stream).glob("*.parquet"), key=_number_of, reverse=True):
+        writer = block.stem.rsplit("-", 1)[0]
+        try:
+            rows_of_block = list(_block_rows(block, stream, columns))
+        except FileNotFoundError:
+            continue
+        except DamagedFile as error:
+            damaged.append(error)
+            continue
+        yield from ((writer, row) for row in reversed(rows_of_block) if (writer, row["seq"]) not in seen)
+
+
+def _number_of(block: Path) -> str:
+    return block.stem.rsplit("-", 1)[-1]
+
+
 def _by_writer(run: RunDirectory, stream: str) -> list[tuple[tuple[str, int], dict[str, Any]]]:
     """Each row under its writer and number, in that order."""
     found = {(writer, row["seq"]): row for writer, row in _all_rows(run, stream)}
@@ -49,17 +101,20 @@ def _all_rows(run: RunDirectory, stream: str) -> Iterator[tuple[str, dict[str, A
         yield from ((writer, row) for row in _block_rows(block, stream))
 
 
-def _block_rows(block: Path, stream: str) -> Iterator[dict[str, Any]]:
-    """Raises FileNotFoundError and `DamagedFile`."""
+def _block_rows(block: Path, stream: str, columns: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """All columns, or those that are named. Raises FileNotFoundError and `DamagedFile`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    nested = [name for name, kind in {**COMMON, **STREAMS[stream].columns}.items() if kind == "json"]
+    kinds = {**COMMON, **STREAMS[stream].columns}
+    wanted = [name for name in kinds if name == "seq" or name in columns] if columns else list(kinds)
+    nested = [name for name in wanted if kinds[name] == "json"]
     with open_file(block):  # an ordinary file
         try:
             # its own file and this thread: Arrow's threads, at work on a file of Python's, may abort or hang the program's end
             with pa.OSFile(str(block)) as file:
-                found = pq.read_table(file, use_threads=False, pre_buffer=False).to_pylist()
+                chosen = wanted if columns else None  # passed over where a block of an older version lacks one
+                found = pq.ParquetFile(file, pre_buffer=False).read(columns=chosen, use_threads=False).to_pylist()
             for row in found:
                 row.update((name, orjson.loads(row[name])) for name in nested if row.get(name) is not None)
                 int(row["seq"])
