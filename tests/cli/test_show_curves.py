@@ -31,6 +31,15 @@ def test_first_and_last_are_means_of_five_values_as_in_the_summary():
     assert curve.error == pytest.approx(1.0)  # the square root of (2.5 + 2.5) / 5
 
 
+def test_a_value_counts_by_the_rollouts_that_it_is_the_mean_of():
+    curve = make_curve("x", [0, 0, 0, 1, 0, 0], [8, 8, 8, 1, 8, 8])
+    assert curve is not None
+    assert (curve.first, curve.last, curve.high) == (0, pytest.approx(1 / 17), 1)
+    alike, doubled = make_curve("x", [1, 2, 4, 8]), make_curve("x", [1, 2, 4, 8], [2, 2, 2, 2])
+    assert alike == doubled
+    assert make_curve("x", [1.0], [0.0]) is None
+
+
 def test_no_value_is_at_both_ends_of_a_short_curve():
     curve = make_curve("x", [1, 2, 3])
     assert curve is not None

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite, sqrt
-from statistics import fmean, variance
+from statistics import fmean
+from typing import TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 EDGE = 5
 """Values at each end that `first` and `last` are means of, as in summary.json; fewer where a value would be in both."""
@@ -23,7 +26,7 @@ class NumberCurve(msgspec.Struct, frozen=True, kw_only=True):
     """Values that it is made of."""
     first: float
     last: float
-    """Means of the values at each end (`EDGE`)."""
+    """Means of the values at each end (`EDGE`), each with its weight."""
     low: float
     high: float
     """Of single values."""
@@ -47,31 +50,49 @@ def edge_of(count: int) -> int:
     return max(1, min(EDGE, count // 2))
 
 
-def make_curve(name: str, values: Sequence[float]) -> NumberCurve | None:
-    """None without a finite value."""
-    values = [value for value in values if isfinite(value)]
-    if not values:
+def make_curve(name: str, values: Sequence[float], weights: Sequence[float] | None = None) -> NumberCurve | None:
+    """None without a finite value. `weights`: of each value, e.g. the rollouts that it is the mean of; all alike without."""
+    given = zip(values, [1.0] * len(values) if weights is None else weights, strict=True)
+    known = [(value, weight) for value, weight in given if isfinite(value) and weight > 0]
+    if not known:
         return None
-    edge = edge_of(len(values))
-    first, last = values[:edge], values[-edge:]
-    error = sqrt((variance(first) + variance(last)) / edge) if edge > 1 else None
+    edge = edge_of(len(known))
+    first, last = known[:edge], known[-edge:]
+    single = [value for value, _ in known]
     return NumberCurve(
         name=name,
-        count=len(values),
-        first=fmean(first),
-        last=fmean(last),
-        low=min(values),
-        high=max(values),
-        error=error,
-        points=tuple(bucket(values, BUCKETS)),
+        count=len(known),
+        first=_mean(first),
+        last=_mean(last),
+        low=min(single),
+        high=max(single),
+        error=sqrt(_square_error(first) + _square_error(last)) if edge > 1 else None,
+        points=tuple(_mean(part) for part in _cut(known, BUCKETS)),
     )
 
 
-def bucket(values: Sequence[float], most: int) -> list[float]:
-    """Means of at most `most` buckets whose sizes differ by one at most: [1, 3, 5] in two are [1, 4]."""
+def _mean(values: Sequence[tuple[float, float]]) -> float:
+    """Of (value, weight)."""
+    return sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
+
+
+def _square_error(values: Sequence[tuple[float, float]]) -> float:
+    """The variance of their weighted mean, from how they differ: n / (n - 1) · Σ w² (v - mean)² / (Σ w)². With equal weights it
+    is the sample variance by n."""
+    mean, total, count = _mean(values), sum(weight for _, weight in values), len(values)
+    return count / (count - 1) * sum((weight * (value - mean)) ** 2 for value, weight in values) / total**2
+
+
+def _cut(values: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Into at most `most` parts whose sizes differ by one at most."""
     count = min(len(values), most)
     ends = [place * len(values) // count for place in range(count + 1)] if count else []
-    return [fmean(values[begin:end]) for begin, end in pairwise(ends)]
+    return [values[begin:end] for begin, end in pairwise(ends)]
+
+
+def bucket(values: Sequence[float], most: int) -> list[float]:
+    """Means of at most `most` buckets: [1, 3, 5] in two are [1, 4]."""
+    return [fmean(part) for part in _cut(values, most)]
 
 
 def draw(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:

@@ -248,7 +248,8 @@ def read_figures(run: RunDirectory, state: str, samples: int) -> RunFigures:
 
 def read_run_settings(run: RunDirectory, damaged: list[DamagedFile]) -> RunSettings:
     """A configuration that was edited is read as it is: nothing is computed with it."""
-    held = _take(lambda: read_json(run.config_json, dict[str, Any]), damaged, {})
+    nothing: dict[str, Any] = {}
+    held = _take(lambda: read_json(run.config_json, dict[str, Any]), damaged, nothing)
     hide_variables(find_references(held))
 
     def section(name: str) -> Mapping[str, Any]:
@@ -322,14 +323,25 @@ def make_curves(
     kl = next((name for name in ("kl_ref", "kl_rollout") if any(name in one for one in steps)), "kl_divergence_inference")
     form = next((name for name in FORMAT_METRICS if any(f"sample/{name}" in one for one in policy)), FORMAT_METRICS[0])
     known = sorted({*environments, *(name.split("/")[1] for one in policy for name in one if name.startswith("env/"))})
-    found: list[tuple[str, Iterable[float | None]]] = [
-        ("reward/policy", _column(policy, "reward/policy")),
-        ("exact", _column(policy, "sample/exact")),
-        *((f"reward {label}", _column(policy, f"env/{label}/reward")) for label in known if len(known) > 1),
-        ("format", _column(policy, f"sample/{form}")),
-        ("answer tokens", _column(policy, "rollouts/completion_tokens/mean")),
-        ("cut off %", _column(policy, "rollouts/stop_reason_length_pct")),
-        ("equal groups %", map(_equal_pct, policy)),
+    rollouts = [one.get("reward/policy/rollouts", 1.0) for one in policy]
+    of_policy: list[tuple[str, Iterable[float | None], Sequence[float]]] = [
+        ("reward/policy", _column(policy, "reward/policy"), rollouts),
+        ("exact", _column(policy, "sample/exact"), rollouts),
+        *(
+            (
+                f"reward {label}",
+                _column(policy, f"env/{label}/reward"),
+                [one.get(f"env/{label}/rollouts", 1.0) for one in policy],
+            )
+            for label in known
+            if len(known) > 1
+        ),
+        ("format", _column(policy, f"sample/{form}"), rollouts),
+        ("answer tokens", _column(policy, "rollouts/completion_tokens/mean"), rollouts),
+        ("cut off %", _column(policy, "rollouts/stop_reason_length_pct"), rollouts),
+        ("equal groups %", map(_equal_pct, policy), rollouts),
+    ]
+    of_steps: list[tuple[str, Iterable[float | None]]] = [
         ("failed %", _failed_pct(steps)),
         ("entropy", _column(steps, "entropy")),
         ("kl", _column(steps, kl)),
@@ -338,7 +350,11 @@ def make_curves(
         ("staleness", _column(steps, "staleness_mean")),
         ("logprob gap", _column(steps, "logprob_difference")),
     ]
-    for name, values in found:
+    for name, values, weights in of_policy:
+        pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+        if curve := make_curve(name, [value for value, _ in pairs], [weight for _, weight in pairs]):
+            yield curve
+    for name, values in of_steps:
         if curve := make_curve(name, [value for value in values if value is not None]):
             yield curve
 

@@ -47,8 +47,10 @@ class PageStyle:
         head = max(1, (width - 3) // 2)
         return f"{text[:head]} … {text[len(text) - max(1, width - 3 - head) :]}"
 
-    def wrap(self, text: str, indent: str = "  ") -> list[str]:
-        return textwrap.wrap(text, self.width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    def wrap(self, text: str, name: str = "") -> list[str]:
+        """Behind a name, which stands out to the left."""
+        begin = f"  {name:<11}" if name else "  "
+        return textwrap.wrap(text, self.width, initial_indent=begin, subsequent_indent=" " * len(begin), break_on_hyphens=False)
 
 
 def can_encode(text: str, encoding: str | None) -> bool:
@@ -81,9 +83,9 @@ def _describe_run(figures: RunFigures, style: PageStyle) -> Iterator[str]:
     if figures.reason:
         yield from style.wrap(style.clip(figures.reason, 4 * style.width - 20))
     for sentence in figures.damaged[:MOST_LINES]:
-        yield f"  damaged: {style.clip(sentence, style.width - 11)}"
+        yield from style.wrap(style.clip(sentence.removeprefix(f"{figures.run_dir}/"), 3 * style.width - 60), "damaged")
     if len(figures.damaged) > MOST_LINES:
-        yield f"  damaged: {len(figures.damaged) - MOST_LINES} more"
+        yield f"  damaged    {len(figures.damaged) - MOST_LINES} more"
     if verdict := describe_reward(figures):
         yield from style.wrap(verdict)
 
@@ -156,7 +158,7 @@ def _describe_samples(figures: RunFigures, style: PageStyle) -> Iterator[str]:
         ("Right", figures.right, f"reward above {above}"),
     ):
         if samples:
-            yield style.title(f"{name} answers ({rule}), of the newest {figures.samples_from}: prompt → answer | golden answer")
+            yield style.title(f"{name} ({rule}), of the newest {figures.samples_from} answers: prompt → answer | golden")
             for sample in samples:
                 yield from _describe_sample(sample, style, several=len(figures.environments) > 1)
     if figures.samples_from and figures.wrong and not figures.right:
@@ -190,10 +192,11 @@ def _describe_losses(figures: RunFigures, style: PageStyle) -> Iterator[str]:
         yield style.title("Discards and alerts")
         equal = f"{groups.discarded} discarded for equal rewards ({groups.equal_share:.0%} of the scored)"
         if groups.discarded_reward is not None:
-            equal += f", with {_short(groups.discarded_reward)} on average and 0 throughout in {groups.discarded_all_zero}"
+            equal += f", with a mean reward of {_short(groups.discarded_reward)}"
+            equal += f"; {groups.discarded_all_zero} of them with 0 throughout"
         rest = [f"{groups.too_old} too old" if groups.too_old else "", f"{groups.failed} failed" if groups.failed else ""]
         yield from style.wrap(
-            "; ".join([f"groups: {groups.begun} begun, {groups.complete} scored", equal, *filter(None, rest)]), "  "
+            "; ".join([f"groups: {groups.begun} begun, {groups.complete} scored", equal, *filter(None, rest)])
         )
         for reason, count in groups.reasons[:MOST_LINES]:
             yield f"  groups {style.clip(reason, style.width - 20)} × {count}"
@@ -224,19 +227,18 @@ def _describe_times(figures: RunFigures, style: PageStyle) -> Iterator[str]:
     yield style.title(f"Where the time goes ({_seconds(time.step_s)} a step)")
     stall = f", {time.checkpoint_stall:.0%} saving" if time.checkpoint_stall >= 0.005 else ""
     works, waits = f"{time.trainer_works:.0%} working", f"{time.trainer_waits:.0%} waiting for a batch"
-    yield f"  trainer    {works}, {waits}{stall}, {time.other:.0%} else"
+    yield from style.wrap(f"{works}, {waits}{stall}, {time.other:.0%} else", "trainer")
     if time.servers_generate is not None and time.servers_idle is not None:
-        yield (
-            f"  servers    {time.servers_generate:.0%} with a request, {time.servers_idle:.0%} idle; "
-            f"{time.requests_at_once or 0:.3g} requests at once on each of {time.servers}"
-        )
+        each = f"{time.requests_at_once or 0:.3g} requests at once on each of {time.servers}"
+        yield from style.wrap(f"{time.servers_generate:.0%} with a request, {time.servers_idle:.0%} idle; {each}", "servers")
     if time.generating_s is not None and time.scoring_s is not None:
         queued = f", {_seconds(time.queued_s)} queued a request" if time.queued_s else ""
-        slow = f"; the slowest: {time.slowest_ratio:.1f} × median" if time.slowest_ratio else ""
-        yield f"  rollouts   {_seconds(time.generating_s)} generating, {_seconds(time.scoring_s)} scoring{queued}{slow}"
+        slow = f"; the slowest 5 % take {time.slowest_ratio:.1f} × the median" if time.slowest_ratio else ""
+        told = f"{_seconds(time.generating_s)} generating, {_seconds(time.scoring_s)} scoring{queued}{slow}"
+        yield from style.wrap(told, "rollouts")
     if time.weight_update_s is not None:
         paused = f"generation paused {time.pause_share or 0:.1%} of the time"
-        yield f"  weights    {_seconds(time.weight_update_s)} an update, {paused}"
+        yield from style.wrap(f"{_seconds(time.weight_update_s)} an update, {paused}", "weights")
     yield f"  {describe_limit(figures)}"
 
 
