@@ -34,9 +34,9 @@ def rows_of_attempt(run: RunDirectory, stream: str) -> list[dict[str, Any]]:
 def newest_rows(
     run: RunDirectory, stream: str, damaged: list[DamagedFile], columns: Collection[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """The same rows for those who look: the newest file first, of each its last row first, and one file in memory at a time, so
-    that whoever has seen enough may leave. What can't be used is added to `damaged` and passed over. `columns`: those that are
-    wanted, where not all are."""
+    """The same rows for those who look: the newest file first, of each its last row first, and little of it in memory at a
+    time, so that whoever has seen enough may leave. What can't be used is added to `damaged` and passed over. `columns`: those
+    that are wanted, where not all are."""
     before: tuple[CountedRows, ...] = ()
     try:
         before = read_lineage(run).before
@@ -70,13 +70,13 @@ def _newest_of_attempt(
     for block in sorted((run.path / "blocks" / stream).glob("*.parquet"), key=_number_of, reverse=True):
         writer = block.stem.rsplit("-", 1)[0]
         try:
-            rows_of_block = list(_block_rows(block, stream, columns))
+            for row in _newest_of_block(block, stream, columns):
+                if (writer, row["seq"]) not in seen:
+                    yield writer, row
         except FileNotFoundError:
             continue
         except DamagedFile as error:
             damaged.append(error)
-            continue
-        yield from ((writer, row) for row in reversed(rows_of_block) if (writer, row["seq"]) not in seen)
 
 
 def _number_of(block: Path) -> str:
@@ -101,23 +101,47 @@ def _all_rows(run: RunDirectory, stream: str) -> Iterator[tuple[str, dict[str, A
         yield from ((writer, row) for row in _block_rows(block, stream))
 
 
-def _block_rows(block: Path, stream: str, columns: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """All columns, or those that are named. Raises FileNotFoundError and `DamagedFile`."""
+def _block_rows(block: Path, stream: str) -> Iterator[dict[str, Any]]:
+    """Raises FileNotFoundError and `DamagedFile`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    kinds = {**COMMON, **STREAMS[stream].columns}
-    wanted = [name for name in kinds if name == "seq" or name in columns] if columns else list(kinds)
-    nested = [name for name in wanted if kinds[name] == "json"]
     with open_file(block):  # an ordinary file
         try:
             # its own file and this thread: Arrow's threads, at work on a file of Python's, may abort or hang the program's end
             with pa.OSFile(str(block)) as file:
-                chosen = wanted if columns else None  # passed over where a block of an older version lacks one
-                found = pq.ParquetFile(file, pre_buffer=False).read(columns=chosen, use_threads=False).to_pylist()
-            for row in found:
-                row.update((name, orjson.loads(row[name])) for name in nested if row.get(name) is not None)
-                int(row["seq"])
+                found = _make_rows(pq.read_table(file, use_threads=False, pre_buffer=False), stream)
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedFile(block, f"is damaged: {error}") from error
-    yield from ({name: value for name, value in row.items() if value is not None} for row in found)
+    yield from found
+
+
+def _newest_of_block(block: Path, stream: str, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    """The last row first, with all columns or those that are named; what lies before the rows that are taken is not read.
+    Raises FileNotFoundError and `DamagedFile`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    wanted = ["seq", *(name for name in columns if name != "seq")] if columns else None
+    with open_file(block), pa.OSFile(str(block)) as file:
+        try:
+            held = pq.ParquetFile(file, pre_buffer=False)
+            groups = held.num_row_groups
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DamagedFile(block, f"is damaged: {error}") from error
+        for group in reversed(range(groups)):
+            try:  # a block of an older version may lack a column, and has the others
+                found = _make_rows(held.read_row_group(group, columns=wanted, use_threads=False), stream)
+            except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+                raise DamagedFile(block, f"is damaged: {error}") from error
+            yield from reversed(found)
+
+
+def _make_rows(table: Any, stream: str) -> list[dict[str, Any]]:
+    """Of an Arrow table. Raises ValueError, KeyError and TypeError where it holds something else."""
+    nested = [name for name, kind in {**COMMON, **STREAMS[stream].columns}.items() if kind == "json"]
+    found = table.to_pylist()
+    for row in found:
+        row.update((name, orjson.loads(row[name])) for name in nested if row.get(name) is not None)
+        int(row["seq"])
+    return [{name: value for name, value in row.items() if value is not None} for row in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from telescope.cli.show.advice import RULES, Advice, advise
 from telescope.cli.show.curves import NumberCurve, make_curve
 from telescope.cli.show.figures import EnvironmentFigures, GroupFigures, RunFigures, RunSettings, TimeFigures
 
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = RunSettings(
     number_of_steps=40,
     learning_rate=1e-5,
@@ -241,6 +243,11 @@ def test_no_rule_is_without_a_case():
     spoken = {one.rule for speaks, *_ in CASES.values() for one in advise(speaks)}
     assert spoken == set(CASES)
     assert all(any(rule(speaks) for speaks, *_ in CASES.values()) for rule in RULES)
+
+
+def test_every_rule_is_in_the_docs_under_its_name():
+    told = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/why_not.md").read_text(), re.MULTILINE)
+    assert sorted(rule for rule in told if rule in CASES) == sorted(CASES)
 
 
 def test_of_a_run_that_learns_and_is_busy_no_rule_says_anything():
