@@ -116,7 +116,7 @@ CASES: dict[str, tuple[RunFigures, RunFigures, str, str]] = {
     "learning rate of 0": (
         figures(settings=settings(learning_rate=0.0)),
         figures(settings=settings(learning_rate=1e-9)),
-        "trainer.learning_rate is 0",
+        "the learning rate is 0 (trainer.learning_rate)",
         "trainer.learning_rate=1e-6",
     ),
     "too hard": (

@@ -125,7 +125,7 @@ def find_fixed_weights(figures: RunFigures) -> Advice | None:
         return None
     return Advice(
         rule="learning rate of 0",
-        found="trainer.learning_rate is 0",
+        found="the learning rate is 0 (trainer.learning_rate)",
         reason="The weights do not move: every change of the curves is noise. Leave the setting out, or give a rate.",
         command=_start_over(figures, without=("trainer.learning_rate",))
         if _has(figures, "trainer.learning_rate")

@@ -253,7 +253,7 @@ def describe_limit(figures: RunFigures) -> str:
             return "The trainer waits for the environment."
         return "The trainer waits for the servers."
     if time.other > max(time.trainer_works, time.trainer_waits):
-        return "Neither: weights on their way, saves and starts take most of the time."
+        return "Most of the time the trainer neither trains nor lacks a batch: weights are on their way, or a save is made."
     if idle > 0.2:
         return "The servers wait for the trainer."
     return "Trainer and servers keep each other busy."
