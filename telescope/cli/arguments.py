@@ -17,6 +17,17 @@ def from_one(text: str) -> int:
     return number
 
 
+def whole_from_zero(text: str) -> int:
+    """A whole number of 0 or more, where 0 leaves something out."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return number
+
+
 def above_zero(text: str) -> float:
     """A finite number above 0, e.g. of seconds or gigabytes."""
     if (number := _finite(text)) is None or number <= 0:

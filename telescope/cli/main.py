@@ -26,6 +26,7 @@ COMMANDS = {
     "check": CliCommand("telescope.cli.check", "say what is wrong with a command line, and start nothing"),
     "plan": CliCommand("telescope.cli.plan", "what a run would be: steps, staleness, processes, memory, times"),
     "runs": CliCommand("telescope.cli.runs", "list runs, follow one's log, stop one, go on with one"),
+    "show": CliCommand("telescope.cli.show.main", "what a run has learnt, why it may not, and what to try next"),
     "servers": CliCommand("telescope.cli.servers", "where a run's inference servers listen"),
     "env": CliCommand("telescope.cli.env", "try an environment; print a trajectory token by token"),
     "doctor": CliCommand("telescope.cli.doctor", "compare trainer and server: log-probs, weights"),

@@ -140,9 +140,21 @@ def run_one(order: RunOrder) -> int:
         order, code = again, _attempt(again)
     if code is None:
         return CONFIG_ERROR
-    if sentence := way_on(order.config, code):
+    for sentence in filter(None, (way_to_look(order.config), way_on(order.config, code))):
         say(sentence)
     return code
+
+
+def way_to_look(config: RunConfig) -> str:
+    """The command that shows what a run has learnt, however it ended; empty where its directory is gone, and where its last
+    words are that its last checkpoint is lost."""
+    from telescope.runlog.layout import RunDirectory
+    from telescope.runlog.opening import is_run, look
+
+    run = RunDirectory(Path(str(config.run_dir)))
+    if not is_run(run.path) or look(run).summary.get("lost_checkpoint"):
+        return ""
+    return f"to see what it has learnt, or why not: python -m telescope show {shlex.quote(str(run.path))}"
 
 
 def way_on(config: RunConfig, code: int) -> str:

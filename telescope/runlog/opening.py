@@ -1,6 +1,6 @@
 """How a run directory is opened, in three depths: to look how a run stands, to read what it made, to go on with it.
 
-    look    list, tail, stop, servers   refuses nothing: a file that can't be used is named, and all others tell what they know
+    look    list, tail, stop, show …    refuses nothing: a file that can't be used is named, and all others tell what they know
     read    export, replay, audit, plan the configuration as it was resolved, and from there the files that are used
     go on   resume                      all that the next attempt takes over, before anything is moved
 

@@ -18,6 +18,7 @@ import pytest
 
 from telescope.cli import export, plan, replay, runs, servers, start
 from telescope.cli.env import audit
+from telescope.cli.show import main as show
 from telescope.config.run import config_hash, load_run
 from telescope.runlog.layout import RunDirectory
 
@@ -85,6 +86,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {
     "tail": (runs.main, ["tail", "RUN", "--once"]),
     "stop": (runs.main, ["stop", "RUN", "--timeout", "1"]),
     "servers": (servers.main, ["RUN"]),
+    "show": (show.main, ["RUN"]),
     "export": (export.main, ["latest", "--run-dir", "RUN", "--to", "RUN-model"]),
     "replay": (replay.main, ["RUN"]),
     "replay --step": (replay.main, ["RUN", "--step", "2"]),
@@ -103,6 +105,10 @@ USES = {
         "failures/supervisor.txt",
     },
     "tail": {"logs/orchestrator.log"},
+    "show": {
+        *("config.json", "cmdline.txt", "run.json", "summary.json", "exit.json", "status.json", "holder.json"),
+        *("attempts.jsonl", "lineage.json", "failures/supervisor.txt", "blocks/step_metrics/orchestrator-000000.parquet"),
+    },
     "export": {"config.json", *(name for name in FILES if name.startswith("checkpoints/"))},
     "replay": {"journal/core.jsonl"},
     "audit": {"config.json", "lineage.json", "blocks/tokens/orchestrator-000000.parquet"},
@@ -199,7 +205,7 @@ def test_a_spoiled_file_is_named_or_does_not_matter(
                 wrong.append(f"{command} with {spoil} {name}: {type(error).__name__}: {error}")
                 continue
             named = Path(name).name in said
-            if code not in (0, 1) or (command == "list" and code):
+            if code not in (0, 1) or (command in ("list", "show") and code):
                 wrong.append(f"{command} with {spoil} {name}: exit code {code}: {said}")
             # a checkpoint without its complete.json is not whole: `export latest` takes the one before it, by its name
             earlier = command == "export" and name.endswith("complete.json") and "step_00000002" in said

@@ -16,6 +16,7 @@ from telescope.cli.main import main
             "runs stop {file}",
             "{file} is not known to be watched by any process: it never started, or this is not a run directory\n",
         ),
+        ("show {file}", "{file} is not a run directory: it has no run.json; `telescope runs list` has those of a folder\n"),
         ("env audit {file}", "{file} has no config.json: it is not a run directory\n"),
         ("bundle {file}", "telescope bundle: {file}: Not a directory; name a new folder\n"),
         (

@@ -126,6 +126,16 @@ def test_who_fails_or_is_killed_by_a_signal_is_told_from_which_checkpoint_the_ru
     assert start.way_on(ours, 70) == ""  # all is trained
 
 
+def test_the_end_of_a_run_names_the_command_that_shows_what_it_has_learnt(run: RunDirectory):
+    ours = config(run_dir=str(run.path))
+    assert start.way_to_look(ours) == f"to see what it has learnt, or why not: python -m telescope show {run.path}"
+    run.summary_json.write_text('{"lost_checkpoint": 9}')  # that is the last thing to be said
+    assert start.way_to_look(ours) == ""
+    run.run_json.unlink()
+    run.summary_json.unlink()
+    assert start.way_to_look(ours) == ""  # the run was moved away
+
+
 def test_a_run_whose_directory_is_gone_does_not_go_on_though_its_checkpoints_lie_elsewhere(run: RunDirectory, tmp_path: Path):
     place = {"every": 2, "dir": str(tmp_path / "checkpoints"), "max_restarts": 1}
     ours = config(run_dir=str(run.path), checkpoint=place)

@@ -1,0 +1,435 @@
+"""What to try next: rules over the figures of a run, each with the numbers that it rests on, a reason and the line to type.
+
+Pure: a rule is a function of `RunFigures`, and says nothing where its numbers are not there. It rests on nothing that the page
+does not show. The order of `RULES` is the order in which a person would mend things: what ends or blinds a run comes before
+what slows it down. Refuses to read a run (figures.py does) and to change one.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from telescope.cli.show.curves import EDGE, NumberCurve
+from telescope.cli.show.figures import RunFigures
+
+MANY_FAILED = 0.05
+"""Of an environment's attempts; a run itself alerts from there."""
+MANY_EQUAL = 0.5
+"""Of scored groups: more than half of what is sampled trains nothing. The default run discards a third."""
+FEWEST_GROUPS = 8
+MANY_TRUNCATED_PCT = 20.0
+FEW_PARSED = 0.5
+DETERMINISTIC_NATS = 0.05
+"""Entropy a token below which samples of one prompt hardly differ."""
+HARDLY_MOVED = 0.05
+"""Change of the entropy, as a share of it, below which the policy has hardly changed."""
+SURE = 2.0
+"""Standard errors by which a change is more than noise."""
+FELL = 0.1
+"""Of the best reward, that it must have lost."""
+SOLVED = 0.95
+SLOW_STEPS = 20
+"""Versions before a reward that stands still is the learning rate's fault."""
+OLD_VERSIONS = 2.0
+MANY_TOO_OLD = 0.1
+WIDE_GAP_NATS = 0.2
+"""Mean |sampler - trainer| of log-probs; samples that are some versions old have hundredths."""
+MANY_SKIPPED = 0.1
+LONG_WAIT = 0.5
+"""Of the steps' time, that the trainer has no batch."""
+FEWEST_STEPS = 3
+"""That are timed, before a wait is a sign."""
+LONG_IDLE = 0.4
+"""Of the steps' time, that a server has no request."""
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """`rule`: its name; `found`: the numbers; `reason`: what they mean and what helps; `command`: the line to type."""
+
+    rule: str
+    found: str
+    reason: str
+    command: str
+
+
+Rule = Callable[[RunFigures], Advice | None]
+
+
+def advise(figures: RunFigures, rules: Sequence[Rule] | None = None) -> list[Advice]:
+    """What each rule says that has something to say, the most pressing first."""
+    return [advice for rule in (RULES if rules is None else rules) if (advice := rule(figures)) is not None]
+
+
+# ---- what the reward has done
+
+
+def is_higher(curve: NumberCurve) -> bool:
+    """At the end than at the beginning, by more than noise."""
+    return curve.error is not None and curve.change > max(SURE * curve.error, 1e-9)
+
+
+def has_fallen(curve: NumberCurve) -> bool:
+    """From its best, by more than noise and a share of it."""
+    lost = curve.best - curve.last
+    return curve.error is not None and lost > max(SURE * curve.error, 1e-9) and lost > FELL * abs(curve.best)
+
+
+def is_flat(curve: NumberCurve) -> bool:
+    """There are enough values, and the end is not above the beginning by more than noise."""
+    return curve.count >= 2 * EDGE and curve.error is not None and not is_higher(curve)
+
+
+def _flat_reward(figures: RunFigures) -> NumberCurve | None:
+    """The reward's curve where it stands still and answers could be better; else None."""
+    reward, exact = figures.find("reward/policy"), figures.find("exact")
+    solved = exact is not None and exact.last >= SOLVED
+    return reward if reward is not None and is_flat(reward) and not solved else None
+
+
+# ---- rules
+
+
+def find_failures(figures: RunFigures) -> Advice | None:
+    """Attempts that end without a score teach nothing, and may be the answers that matter."""
+    worst = max(figures.environments, key=lambda one: one.failed_share, default=None)
+    if worst is None or worst.failed_share < MANY_FAILED:
+        return None
+    cause = worst.causes[0][0] if worst.causes else "no cause is known"
+    return Advice(
+        rule="failures",
+        found=f"{worst.failed} of {worst.failed + worst.scored} attempts at {worst.label} failed; most often: {cause}",
+        reason="Failed attempts are not trained on. Play the environment alone, where its error is shown whole.",
+        command=_check_environment(figures, worst.label),
+    )
+
+
+def find_early_failure(figures: RunFigures) -> Advice | None:
+    """The run failed before its first step, and its rows do not say why."""
+    if figures.state not in ("failed", "lost") or figures.step or figures.groups.complete:
+        return None
+    return Advice(
+        rule="no start",
+        found=f"the run ended ({figures.state}) before its first step and before any group was scored",
+        reason=f"{figures.reason or 'Nothing says why'}. The log has more.".replace("..", "."),
+        command=shlex.join(["telescope", "runs", "tail", figures.run_dir, "--once"]),
+    )
+
+
+def find_fixed_weights(figures: RunFigures) -> Advice | None:
+    """With a learning rate of 0 the weights stay what they are."""
+    if figures.settings.learning_rate != 0.0:
+        return None
+    return Advice(
+        rule="learning rate of 0",
+        found="the learning rate is 0 (trainer.learning_rate)",
+        reason="The weights do not move: every change of the curves is noise. Leave the setting out, or give a rate.",
+        command=_start_over(figures, without=("trainer.learning_rate",))
+        if _has(figures, "trainer.learning_rate")
+        else _start_over(figures, "trainer.learning_rate=1e-6"),
+    )
+
+
+def find_equal_groups(figures: RunFigures) -> Advice | None:
+    """Groups whose rewards are all equal have no advantage."""
+    groups, settings = figures.groups, figures.settings
+    if groups.complete < FEWEST_GROUPS or groups.equal_share < MANY_EQUAL:
+        return None
+    found = f"{groups.discarded} of {groups.complete} scored groups had equal rewards"
+    label = settings.environments[0] if settings.environments else ""
+    if groups.discarded_reward is not None and groups.discarded_reward > settings.pass_above:
+        return Advice(
+            rule="too easy",
+            found=f"{found}, {groups.discarded_reward:.3g} on average",
+            reason="Most prompts are always solved and teach nothing. Take harder ones, or draw by how often each is solved.",
+            command=_start_over(figures, f"+environments.{label}.curriculum={{}}"),
+        )
+    mean = "" if groups.discarded_reward is None else f", {groups.discarded_reward:.3g} on average"
+    zero = f", {groups.discarded_all_zero} of them 0 throughout" if groups.discarded_all_zero else ""
+    return Advice(
+        rule="too hard",
+        found=f"{found}{mean}{zero}",
+        reason="Nothing can be compared in them. Take easier prompts or a larger model, give part of the reward for part of "
+        "the way (see that the wrong answers above are wrong), or sample each prompt more often.",
+        command=_start_over(figures, f"rollout.group_size={2 * (settings.group_size or 8)}"),
+    )
+
+
+def find_truncated(figures: RunFigures) -> Advice | None:
+    """Answers that end at the limit on tokens have mostly not come to their result."""
+    cut, settings = figures.find("cut off %"), figures.settings
+    if cut is None or cut.last < MANY_TRUNCATED_PCT or settings.max_tokens is None:
+        return None
+    worst = max(figures.environments, key=lambda one: one.truncated / max(1, one.scored), default=None)
+    own = settings.environment_max_tokens.get(worst.label) if worst is not None else None
+    name = f"environments.{worst.label}.max_tokens" if worst is not None and own is not None else "rollout.max_tokens"
+    limit = own or settings.max_tokens
+    changes = [f"{name}={2 * limit}"]
+    if settings.max_model_len is not None:
+        needed = settings.max_model_len + limit
+        changes.append(f"inference.max_model_len={needed}")
+        if settings.seq_len is not None and settings.seq_len < needed:
+            changes.append(f"trainer.seq_len={needed}")
+    return Advice(
+        rule="cut off",
+        found=f"{cut.last:.0f} % of the answers ended at {name}={limit}",
+        reason="What is cut off has seldom come to its answer. Give more room; or, if they ramble, let length cost reward "
+        "(algorithm.overlong_buffer_tokens).",
+        command=_start_over(figures, *changes),
+    )
+
+
+def find_unparsed(figures: RunFigures) -> Advice | None:
+    """An answer in another form than the reward expects scores nothing, however right it is."""
+    form = figures.find("format")
+    if form is None or form.last > FEW_PARSED:
+        return None
+    label = figures.settings.environments[0] if figures.settings.environments else "NAME"
+    return Advice(
+        rule="form",
+        found=f"the form of {form.last:.0%} of the answers is what the reward expects (at first {form.first:.0%})",
+        reason="The rest scores nothing, right or wrong. Show the form in the prompt, or let the parser take more.",
+        command=_check_environment(figures, label),
+    )
+
+
+def find_fallen_reward(figures: RunFigures) -> Advice | None:
+    """The policy was better than it is."""
+    reward, rate = figures.find("reward/policy"), figures.settings.learning_rate
+    if reward is None or not rate or not has_fallen(reward):
+        return None
+    return Advice(
+        rule="fell",
+        found=f"the reward was {reward.best:.3g} and is {reward.last:.3g} (noise ±{_noise(reward):.2g}); "
+        f"trainer.learning_rate={rate:g}",
+        reason="The updates are too large, or the policy has drifted off: a third of the rate, and a penalty on the divergence "
+        "from the base model.",
+        command=_start_over(figures, f"trainer.learning_rate={rate / 3:.2g}", "algorithm.kl_ref_coef=0.001"),
+    )
+
+
+def find_no_entropy(figures: RunFigures) -> Advice | None:
+    """A policy that is certain of each token does not find anything better."""
+    reward, entropy, rate = _flat_reward(figures), figures.find("entropy"), figures.settings.learning_rate
+    if reward is None or entropy is None or not rate or entropy.last >= DETERMINISTIC_NATS:
+        return None
+    return Advice(
+        rule="no entropy",
+        found=f"entropy {entropy.first:.3g} → {entropy.last:.3g} nats a token; reward {reward.first:.3g} → {reward.last:.3g} "
+        f"(noise ±{_noise(reward):.2g})",
+        reason="The samples of a prompt hardly differ, so nothing better is found. A lower rate and a penalty on the "
+        "divergence from the base model keep answers apart.",
+        command=_start_over(figures, f"trainer.learning_rate={rate / 3:.2g}", "algorithm.kl_ref_coef=0.001"),
+    )
+
+
+def find_slow_learning(figures: RunFigures) -> Advice | None:
+    """Rewards differ within groups, and the policy does not move."""
+    reward, entropy, rate = _flat_reward(figures), figures.find("entropy"), figures.settings.learning_rate
+    if reward is None or entropy is None or not rate or reward.count < SLOW_STEPS or has_fallen(reward):
+        return None
+    moved = abs(entropy.change) / max(abs(entropy.first), 1e-9)
+    if entropy.last < DETERMINISTIC_NATS or moved > HARDLY_MOVED or figures.groups.equal_share >= MANY_EQUAL:
+        return None
+    return Advice(
+        rule="slow",
+        found=f"reward {reward.first:.3g} → {reward.last:.3g} (noise ±{_noise(reward):.2g}) and entropy {entropy.first:.3g} → "
+        f"{entropy.last:.3g} over {reward.count} versions; trainer.learning_rate={rate:g}",
+        reason="There is something to learn, and the policy has hardly changed: three times the rate.",
+        command=_start_over(figures, f"trainer.learning_rate={3 * rate:.2g}"),
+    )
+
+
+def find_gap(figures: RunFigures) -> Advice | None:
+    """Trainer and servers should give one token the same probability."""
+    gap = figures.find("logprob gap")
+    if gap is None or gap.last < WIDE_GAP_NATS or figures.settings.fake:
+        return None
+    return Advice(
+        rule="logprob gap",
+        found=f"log-probs of trainer and servers are {gap.last:.2g} nats apart (at first {gap.first:.2g})",
+        reason="Some hundredths are usual. Servers may compute another model than the trainer; this compares the two alone.",
+        command=_command(figures, ["telescope", "doctor", "logprobs"]),
+    )
+
+
+def find_skipped_updates(figures: RunFigures) -> Advice | None:
+    """An update that was left out has taught nothing."""
+    rate = figures.settings.learning_rate
+    if not figures.updates_skipped or figures.updates_skipped < MANY_SKIPPED * figures.updates or not rate:
+        return None
+    return Advice(
+        rule="skipped updates",
+        found=f"{figures.updates_skipped} of {figures.updates} updates were left out",
+        reason="Their gradient was no finite number, or filters had left nothing to train: the alerts say which. Of the first, "
+        "a third of the rate helps most often.",
+        command=_start_over(figures, f"trainer.learning_rate={rate / 3:.2g}"),
+    )
+
+
+def find_old_samples(figures: RunFigures) -> Advice | None:
+    """What was sampled long ago says little of the policy that it trains."""
+    age, groups, ahead = figures.find("staleness"), figures.groups, figures.settings.max_async_rollout
+    lost = groups.too_old / max(1, groups.too_old + groups.complete)
+    if lost >= MANY_TOO_OLD and figures.settings.max_off_policy_steps is not None:
+        limit = figures.settings.max_off_policy_steps
+        return Advice(
+            rule="too old",
+            found=f"{groups.too_old} groups were retired as too old, {groups.complete} were scored",
+            reason="The slowest answers are thrown away, which favours short ones. Retire them later, or run less far ahead "
+            "(orchestrator.max_async_rollout).",
+            command=_start_over(figures, f"orchestrator.max_off_policy_steps={2 * limit}"),
+        )
+    reward = figures.find("reward/policy")
+    if age is None or not ahead or age.last <= OLD_VERSIONS or reward is None or not (is_flat(reward) or has_fallen(reward)):
+        return None
+    return Advice(
+        rule="stale samples",
+        found=f"samples are {age.last:.2g} versions old; reward {reward.first:.3g} → {reward.last:.3g} "
+        f"(noise ±{_noise(reward):.2g})",
+        reason="Old samples pull the policy to where it was. Let generation run less far ahead of training.",
+        command=_start_over(figures, f"orchestrator.max_async_rollout={ahead // 2}"),
+    )
+
+
+def find_waiting(figures: RunFigures) -> Advice | None:
+    """Trainer or servers stand idle."""
+    time = figures.time
+    if time is None or time.servers_idle is None or time.steps < FEWEST_STEPS:
+        return None
+    waits, idle = f"the trainer waits for a batch {time.trainer_waits:.0%} of the time", f"{time.servers_idle:.0%}"
+    scoring, generating = time.scoring_s or 0.0, time.generating_s or 0.0
+    if time.trainer_waits >= LONG_WAIT and scoring > max(generating, 1e-3):
+        return Advice(
+            rule="slow scoring",
+            found=f"{waits}; a rollout is generated in {generating:.2g} s and scored in {scoring:.2g} s",
+            reason="The environment is what limits the run. Give it more worker processes, or make its reward faster.",
+            command=_start_over(figures, "cluster.env_num_workers=4"),
+        )
+    if time.trainer_waits >= LONG_WAIT and time.servers_idle >= LONG_IDLE:
+        lanes = figures.settings.max_concurrent_prompts_per_server or 32
+        return Advice(
+            rule="nobody works",
+            found=f"{waits}, and servers have no request {idle} of it",
+            reason="Servers could take more at once; the slowest answers of a batch hold it up.",
+            command=_start_over(figures, f"orchestrator.max_concurrent_prompts_per_server={2 * lanes}"),
+        )
+    if time.trainer_waits >= LONG_WAIT:
+        return Advice(
+            rule="servers limit",
+            found=f"{waits}; servers have a request {1 - time.servers_idle:.0%} of it",
+            reason="Generation is what limits the run: more servers, or fewer trainer ranks. The plan simulates it with this "
+            "run's own times.",
+            command=_command(figures, ["telescope", "plan", "--calibrate", figures.run_dir]),
+        )
+    if time.servers_idle >= LONG_IDLE and time.trainer_works >= LONG_WAIT:
+        return Advice(
+            rule="trainer limits",
+            found=f"the trainer works {time.trainer_works:.0%} of the time, and servers have no request {idle} of it",
+            reason="Training is what limits the run: more trainer ranks, or fewer servers. The plan simulates it with this "
+            "run's own times.",
+            command=_command(figures, ["telescope", "plan", "--calibrate", figures.run_dir]),
+        )
+    return None
+
+
+def find_more_to_come(figures: RunFigures) -> Advice | None:
+    """It learns, and the run is over."""
+    reward, steps = figures.find("reward/policy"), figures.settings.number_of_steps
+    if figures.state not in ("done", "stopped") or reward is None or not steps:
+        return None
+    if not is_higher(reward) or has_fallen(reward):
+        return None
+    found = f"reward {reward.first:.3g} → {reward.last:.3g} (noise ±{_noise(reward):.2g}) over {reward.count} versions"
+    if figures.checkpoints:
+        return Advice(
+            rule="it learns",
+            found=found,
+            reason=f"It may go on: the checkpoint of step {figures.checkpoints[-1]} is there.",
+            command=shlex.join(["telescope", "runs", "resume", figures.run_dir, f"number_of_steps={2 * steps}"]),
+        )
+    return Advice(
+        rule="it learns",
+        found=found,
+        reason="It may go on, and no checkpoint was saved: run it for longer, and save on the way.",
+        command=_start_over(figures, f"number_of_steps={2 * steps}", f"checkpoint.every={max(1, steps // 2)}"),
+    )
+
+
+def find_too_short(figures: RunFigures) -> Advice | None:
+    """With so few versions a change can't be told from noise."""
+    reward, steps = figures.find("reward/policy"), figures.settings.number_of_steps
+    count = 0 if reward is None else reward.count
+    if count >= 2 * EDGE or not figures.step or not steps:
+        return None
+    going = figures.state == "running"
+    return Advice(
+        rule="too early",
+        found=f"versions of the weights that have been scored to the end: {count}",
+        reason=f"With {2 * EDGE} the first and the last {EDGE} are compared; before, a change can't be told from noise.",
+        command=shlex.join(["telescope", "show", figures.run_dir])
+        if going
+        else _start_over(figures, f"number_of_steps={max(2 * steps, 4 * EDGE)}"),
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    find_early_failure,
+    find_failures,
+    find_fixed_weights,
+    find_equal_groups,
+    find_unparsed,
+    find_truncated,
+    find_gap,
+    find_skipped_updates,
+    find_fallen_reward,
+    find_no_entropy,
+    find_slow_learning,
+    find_old_samples,
+    find_more_to_come,
+    find_too_short,
+    find_waiting,
+)
+
+
+# ---- lines to type
+
+
+def _noise(curve: NumberCurve) -> float:
+    return SURE * (curve.error or 0.0)
+
+
+def _check_environment(figures: RunFigures, label: str) -> str:
+    """With what the run's command says of the environment and of where plug-ins are."""
+    arguments, own = figures.arguments or (), f"environments.{label}.kwargs."
+    words = ["telescope", "env", "check", figures.settings.environment_names.get(label, label)]
+    for option, value in pairwise(arguments):
+        if option in ("--config-dir", "-cd"):
+            words += [option, value]
+    words += [word.lstrip("+").removeprefix(own) for word in arguments if word.lstrip("+").startswith(own)]
+    return shlex.join(words)
+
+
+def _has(figures: RunFigures, setting: str) -> bool:
+    return any(_name_of(word) == setting for word in figures.arguments or ())
+
+
+def _name_of(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
+
+
+def _start_over(figures: RunFigures, *changes: str, without: Sequence[str] = ()) -> str:
+    """The run's command with other values."""
+    return _command(figures, ["telescope", "run"], changes, without)
+
+
+def _command(figures: RunFigures, words: Sequence[str], changes: Sequence[str] = (), without: Sequence[str] = ()) -> str:
+    """With the run's own arguments, as far as they are known; `…` stands for those that are not."""
+    if figures.arguments is None:
+        return " ".join([*words, "…", *map(shlex.quote, changes)])
+    dropped = {*map(_name_of, changes), *without}
+    kept = [word for word in figures.arguments if "=" not in word or _name_of(word) not in dropped]
+    return shlex.join([*words, *kept, *changes])

@@ -1,0 +1,295 @@
+"""What to try next: each rule speaks where its numbers say so, and is silent just short of that."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from telescope.cli.show.advice import RULES, Advice, advise
+from telescope.cli.show.curves import NumberCurve, make_curve
+from telescope.cli.show.figures import EnvironmentFigures, GroupFigures, RunFigures, RunSettings, TimeFigures
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = RunSettings(
+    number_of_steps=40,
+    learning_rate=1e-5,
+    group_size=8,
+    max_tokens=100,
+    max_model_len=300,
+    seq_len=300,
+    max_async_rollout=4,
+    max_off_policy_steps=8,
+    max_concurrent_prompts_per_server=32,
+    environments=("sums",),
+    environment_names={"sums": "my_sums"},
+)
+TIME = TimeFigures(
+    steps=20,
+    step_s=10.0,
+    trainer_works=0.7,
+    trainer_waits=0.2,
+    checkpoint_stall=0.0,
+    other=0.1,
+    weight_update_s=1.0,
+    pause_share=0.01,
+    servers=2,
+    servers_generate=0.9,
+    requests_at_once=40.0,
+    queued_s=0.0,
+    generating_s=5.0,
+    scoring_s=0.1,
+    slowest_ratio=2.0,
+)
+NOISE = (0.01, -0.01, 0.02, -0.02, 0.0)
+
+
+def curve(name: str, first: float, last: float, count: int = 40) -> NumberCurve:
+    """In a straight line, with some noise."""
+    spread = max(abs(first), abs(last))
+    values = [first + (last - first) * step / (count - 1) + NOISE[step % 5] * spread for step in range(count)]
+    made = make_curve(name, values)
+    assert made is not None
+    return made
+
+
+def figures(*curves: NumberCurve, **changes: Any) -> RunFigures:
+    """Of a run that learns well, with other curves and values in place of its own."""
+    own = (
+        curve("reward/policy", 0.2, 0.6),
+        curve("entropy", 1.0, 0.6),
+        curve("cut off %", 5.0, 5.0),
+        curve("format", 0.9, 0.99),
+        curve("staleness", 1.0, 1.0),
+        curve("logprob gap", 0.01, 0.01),
+    )
+    named = {one.name: one for one in (*own, *curves)}
+    usual: dict[str, Any] = {
+        "run_dir": "/runs/mine",
+        "state": "running",
+        "step": 40,
+        "settings": SETTINGS,
+        "arguments": ("env=[sums]", "environments.sums.kwargs.file=/data/a b.jsonl", "number_of_steps=40"),
+        "groups": GroupFigures(begun=100, complete=90, discarded=20, discarded_reward=0.1),
+        "environments": (EnvironmentFigures(label="sums", scored=800, failed=4, reward=0.4, truncated=40),),
+        "time": TIME,
+        "updates": 40,
+    }
+    return RunFigures(**{**usual, "curves": tuple(named.values()), **changes})
+
+
+def settings(**changes: Any) -> RunSettings:
+    return msgspec.structs.replace(SETTINGS, **changes)
+
+
+def time(**changes: Any) -> TimeFigures:
+    return msgspec.structs.replace(TIME, **changes)
+
+
+FLAT = curve("reward/policy", 0.3, 0.3)
+FAILING = EnvironmentFigures(
+    label="sums", scored=90, failed=10, reward=0.4, truncated=0, causes=(("grader: KeyError: 'x'", 9),)
+)
+
+
+def environment(**changes: Any) -> tuple[EnvironmentFigures, ...]:
+    return (msgspec.structs.replace(FAILING, **changes),)
+
+
+CASES: dict[str, tuple[RunFigures, RunFigures, str, str]] = {
+    "no start": (
+        figures(state="failed", step=0, curves=(), groups=GroupFigures(), environments=(), reason="server-0 was killed."),
+        figures(state="failed", step=3),
+        "server-0 was killed",
+        "telescope runs tail /runs/mine --once",
+    ),
+    "failures": (
+        figures(environments=(FAILING,)),
+        figures(environments=environment(failed=4, scored=96)),
+        "10 of 100 attempts at sums failed; most often: grader: KeyError: 'x'",
+        "telescope env check my_sums 'file=/data/a b.jsonl'",
+    ),
+    "learning rate of 0": (
+        figures(settings=settings(learning_rate=0.0)),
+        figures(settings=settings(learning_rate=1e-9)),
+        "the learning rate is 0 (trainer.learning_rate)",
+        "trainer.learning_rate=1e-6",
+    ),
+    "too hard": (
+        figures(groups=GroupFigures(begun=100, complete=90, discarded=60, discarded_reward=0.02, discarded_all_zero=50)),
+        figures(groups=GroupFigures(begun=100, complete=90, discarded=44, discarded_reward=0.02, discarded_all_zero=44)),
+        "60 of 90 scored groups had equal rewards, 0.02 on average, 50 of them 0 throughout",
+        "rollout.group_size=16",
+    ),
+    "too easy": (
+        figures(groups=GroupFigures(begun=100, complete=90, discarded=60, discarded_reward=0.9)),
+        figures(groups=GroupFigures(begun=7, complete=7, discarded=7, discarded_reward=0.9)),
+        "60 of 90 scored groups had equal rewards, 0.9 on average",
+        "'+environments.sums.curriculum={}'",
+    ),
+    "form": (
+        figures(curve("format", 0.3, 0.4)),
+        figures(curve("format", 0.3, 0.6)),
+        "of the answers is what the reward expects (at first 31%)",
+        "telescope env check my_sums",
+    ),
+    "cut off": (
+        figures(curve("cut off %", 10.0, 40.0)),
+        figures(curve("cut off %", 10.0, 15.0)),
+        "of the answers ended at rollout.max_tokens=100",
+        "rollout.max_tokens=200 inference.max_model_len=400 trainer.seq_len=400",
+    ),
+    "logprob gap": (
+        figures(curve("logprob gap", 0.02, 0.5)),
+        figures(curve("logprob gap", 0.02, 0.5), settings=settings(fake=True)),
+        "nats apart",
+        "telescope doctor logprobs",
+    ),
+    "skipped updates": (
+        figures(updates_skipped=5),
+        figures(updates_skipped=3),
+        "5 of 40 updates were left out",
+        "trainer.learning_rate=3.3e-06",
+    ),
+    "fell": (
+        figures(curve("reward/policy", 0.6, 0.2)),
+        figures(curve("reward/policy", 0.6, 0.57)),
+        "the reward was 0.5",
+        "trainer.learning_rate=3.3e-06 algorithm.kl_ref_coef=0.001",
+    ),
+    "no entropy": (
+        figures(FLAT, curve("entropy", 0.3, 0.01)),
+        figures(curve("entropy", 0.3, 0.01)),  # it learns
+        "reward 0.3 → 0.3",
+        "trainer.learning_rate=3.3e-06 algorithm.kl_ref_coef=0.001",
+    ),
+    "slow": (
+        figures(FLAT, curve("entropy", 1.0, 1.0)),
+        figures(FLAT, curve("entropy", 1.0, 0.8)),  # the policy moves
+        "over 40 versions; trainer.learning_rate=1e-05",
+        "trainer.learning_rate=3e-05",
+    ),
+    "too old": (
+        figures(groups=GroupFigures(begun=110, complete=90, too_old=20)),
+        figures(groups=GroupFigures(begun=110, complete=90, too_old=5)),
+        "20 groups were retired as too old, 90 were scored",
+        "orchestrator.max_off_policy_steps=16",
+    ),
+    "stale samples": (
+        figures(FLAT, curve("staleness", 1.0, 4.0)),
+        figures(curve("staleness", 1.0, 4.0)),  # it learns all the same
+        "versions old; reward 0.3 → 0.3",
+        "orchestrator.max_async_rollout=2",
+    ),
+    "slow scoring": (
+        figures(time=time(trainer_waits=0.6, trainer_works=0.3, scoring_s=9.0)),
+        figures(time=time(trainer_waits=0.4, trainer_works=0.3, scoring_s=9.0)),
+        "a rollout is generated in 5 s and scored in 9 s",
+        "cluster.env_num_workers=4",
+    ),
+    "nobody works": (
+        figures(time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5)),
+        figures(time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5, steps=2)),
+        "servers have no request 50% of it",
+        "orchestrator.max_concurrent_prompts_per_server=64",
+    ),
+    "servers limit": (
+        figures(time=time(trainer_waits=0.6, trainer_works=0.3)),
+        figures(time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=None)),
+        "the trainer waits for a batch 60% of the time; servers have a request 90% of it",
+        "telescope plan --calibrate /runs/mine",
+    ),
+    "trainer limits": (
+        figures(time=time(servers_generate=0.3)),
+        figures(time=time(servers_generate=0.7)),
+        "the trainer works 70% of the time, and servers have no request 70% of it",
+        "telescope plan --calibrate /runs/mine",
+    ),
+    "it learns": (
+        figures(state="done", checkpoints=(20, 40)),
+        figures(state="running", checkpoints=(20,)),
+        "over 40 versions",
+        "telescope runs resume /runs/mine number_of_steps=80",
+    ),
+    "too early": (
+        figures(curve("reward/policy", 0.2, 0.6, count=9), state="done"),
+        figures(curve("reward/policy", 0.2, 0.6, count=10)),
+        "scored to the end: 9",
+        "number_of_steps=80",
+    ),
+}
+
+
+def find(advice: list[Advice], rule: str) -> Advice | None:
+    return next((one for one in advice if one.rule == rule), None)
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_a_rule_gives_its_numbers_and_the_line_to_type_and_is_silent_short_of_them(rule: str):
+    speaks, silent, found, command = CASES[rule]
+    advice = find(advise(speaks), rule)
+    assert advice is not None
+    assert found in f"{advice.found} {advice.reason}"
+    assert command in advice.command
+    assert advice.reason.endswith(".")
+    assert find(advise(silent), rule) is None
+
+
+def test_no_rule_is_without_a_case():
+    spoken = {one.rule for speaks, *_ in CASES.values() for one in advise(speaks)}
+    assert spoken == set(CASES)
+    assert all(any(rule(speaks) for speaks, *_ in CASES.values()) for rule in RULES)
+
+
+def test_every_rule_is_in_the_docs_under_its_name():
+    told = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/why_not.md").read_text(), re.MULTILINE)
+    assert sorted(rule for rule in told if rule in CASES) == sorted(CASES)
+
+
+def test_of_a_run_that_learns_and_is_busy_no_rule_says_anything():
+    assert advise(figures()) == []
+
+
+def test_of_a_run_of_which_nothing_is_known_no_rule_says_anything():
+    assert advise(RunFigures(run_dir="/runs/mine")) == []
+
+
+def test_a_task_that_is_solved_is_not_one_that_does_not_learn():
+    solved = figures(FLAT, curve("exact", 0.97, 0.98), curve("entropy", 0.3, 0.01), curve("staleness", 1.0, 4.0))
+    assert find(advise(solved), "no entropy") is None
+
+
+def test_a_line_to_type_has_the_run_s_own_arguments_with_the_new_value_in_place_of_the_old():
+    advice = find(
+        advise(figures(settings=settings(learning_rate=0.0), arguments=("a=1", "trainer.learning_rate=0"))),
+        "learning rate of 0",
+    )
+    assert advice is not None
+    assert shlex.split(advice.command) == ["telescope", "run", "a=1"]
+    slow = find(advise(figures(FLAT, curve("entropy", 1.0, 1.0), arguments=("trainer.learning_rate=1e-5", "a=1"))), "slow")
+    assert slow is not None
+    assert shlex.split(slow.command) == ["telescope", "run", "a=1", "trainer.learning_rate=3e-05"]
+
+
+def test_where_the_arguments_are_not_known_an_ellipsis_stands_for_them():
+    advice = find(advise(figures(FLAT, curve("entropy", 1.0, 1.0), arguments=None)), "slow")
+    assert advice is not None
+    assert advice.command == "telescope run … trainer.learning_rate=3e-05"
+
+
+def test_a_run_that_learns_and_saved_nothing_is_run_for_longer_with_checkpoints():
+    advice = find(advise(figures(state="done")), "it learns")
+    assert advice is not None
+    assert re.search(r"number_of_steps=80 checkpoint\.every=20$", advice.command)
+
+
+def test_the_limit_of_an_environment_s_own_is_the_one_to_raise():
+    own = settings(environment_max_tokens={"sums": 50})
+    advice = find(advise(figures(curve("cut off %", 10.0, 40.0), settings=own)), "cut off")
+    assert advice is not None
+    assert "environments.sums.max_tokens=100 inference.max_model_len=350 trainer.seq_len=350" in advice.command
+    assert "environments.sums.max_tokens=50" in advice.found
