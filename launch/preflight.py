@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("telescope.run")
 LOOPBACK_S = 2.0
 REHEARSAL_S = 5.0
-"""For one of the user's own environments to be imported and to check its data, which delays every start; beyond it the worker
-says what is wrong."""
+"""For one of the user's own environments to be imported, or a file of questions to be read, and for its data to be checked,
+which delays every start; beyond it the worker says what is wrong."""
 REHEARSAL_START_S = 15.0
 """For the process in which it is asked, before it comes to the environment, and to end."""
 REHEARSED_AT_ONCE = 8
@@ -110,7 +110,8 @@ def _check_model(config: RunConfig) -> Iterator[str]:
 
 
 def _check_environments(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
-    """Of environments that come with Telescope in this process; of the user's own in one that is like a worker."""
+    """Of environments that come with Telescope in this process; of the user's own, and of those that ask for it, in one that is
+    like a worker."""
     if find_missing(as_json(config), read_own_environment()):
         return  # they may be settings of the environment, and are said already
     own = []
@@ -121,7 +122,7 @@ def _check_environments(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
             where = "environments" if label in config.environments else "evals"
             yield f"{where}.{label}: {error}"
             continue
-        if not kind.__module__.startswith(SHIPPED):
+        if kind.checked_apart or not kind.__module__.startswith(SHIPPED):
             own.append(label)
         elif found := find_obstacle(config, label):
             yield found
@@ -160,8 +161,8 @@ def _rehearse_some(place: Path, labels: list[str], environment: Mapping[str, str
         for at, (label, process) in enumerate(processes.items()):
             if process.returncode in (None, -signal.SIGALRM):
                 _log.warning(
-                    "environments.%s was not checked to its end within %g s, so its worker will say what it lacks: give its "
-                    "class a quick check_data (docs/environments.md)",
+                    "environments.%s was not checked to its end within %g s, so its worker will say what it lacks: a class of "
+                    "your own may have a quicker check_data (docs/environments.md)",
                     label,
                     REHEARSAL_S,
                 )

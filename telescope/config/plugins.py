@@ -243,6 +243,40 @@ def _class_of(kind: Kind[S], plugin: PluginFile) -> type[S]:
     return found
 
 
+def split_function(named: str, otherwise: str) -> tuple[Path, str]:
+    """The file, from the root on, and the name of a function that is given as `score.py` or `score.py:name`."""
+    file, colon, name = named.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        file, name = named, otherwise
+    return Path(file).expanduser().absolute(), name
+
+
+def load_function(named: str, otherwise: str) -> Callable[..., object]:
+    """The function that is given as `score.py:name` or, with the name `otherwise`, as `score.py`. Its file is imported as a
+    user's plug-in is. Raises `PluginError`."""
+    file, name = split_function(named, otherwise)
+    digest = hashlib.sha256(str(file).encode()).hexdigest()[:12]
+    module_name = f"telescope_functions_{digest}.{file.stem}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        if file.suffix != ".py" or not file.is_file():
+            raise PluginError(f"{file} is not a Python file that is there: give the function as file.py:{name}")
+        try:
+            module = _import_file(file, module_name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # someone's own code: it may raise anything, and even leave with sys.exit
+            sys.modules.pop(module_name, None)
+            raise PluginError(f"{file} can't be imported: {_said(error)}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [
+            key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name and callable(value)
+        ]
+        raise PluginError(f"{file} has no function {name!r}; it has {', '.join(own) or 'none'}: give it as file.py:name")
+    return cast("Callable[..., object]", found)
+
+
 def _unlike_base(kind: Kind[S], found: type[S]) -> str:
     """Why a class can't do what its base promises; empty where it can, as far as names and parameters tell."""
     if lacks := sorted(getattr(found, "__abstractmethods__", ())):

@@ -165,6 +165,9 @@ class Environment(Settings):
     """Upper end of its rewards, likewise."""
     metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
     """Both ends of metrics, e.g. `{"exact": (0.0, 1.0)}`; `python -m telescope env check` says where one lies outside."""
+    checked_apart: ClassVar[bool] = False
+    """Whether `check_data` may take long or runs code of the user's. The start of a run then asks it in a process of its own,
+    and within limits; so it asks all environments that do not come with Telescope."""
     reward_limit_s: ClassVar[float | None] = None
     """Seconds that one call of a reward function may take, from its beginning; None: `rollout.timeout_s` alone counts."""
 

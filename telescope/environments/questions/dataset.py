@@ -8,8 +8,9 @@ and Arrow streams are read. Refuses to know what a row means, and to run a data 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,8 +33,10 @@ from telescope.environments.questions.rows import (
     write_text,
 )
 
+_log = logging.getLogger(__name__)
+
 Row = Mapping[str, Any]
-_SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".arrow")
+SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".arrow")
 _SPLIT_WORDS = ("train", "test", "validation", "dev", "eval")
 
 
@@ -45,12 +48,15 @@ class DatasetSource:
     subsets: tuple[str, ...] = ()
     revision: str | None = None
     data_dir: str | None = None
+    setting: str = "data_dir"
+    """What the user calls `data_dir`."""
 
-    def rows(self, split: str, columns: Sequence[str]) -> list[Row]:
-        """All rows of a split in their own order, the subsets one after another. Raises `NoRows`."""
+    def rows(self, split: str | None, columns: Sequence[str], required: Sequence[str] = ()) -> list[Row]:
+        """All rows of a split in their own order, the subsets one after another; None: of a local copy all files. A row of a
+        JSON file must have the columns that are `required`, if with null. Raises `NoRows`."""
         if self.data_dir is None:
-            return _read_hub(self, split, columns)
-        return _read_folder(Path(self.data_dir).expanduser(), self.subsets, split, columns)
+            return _read_hub(self, split or "train", columns)
+        return [row for file in self._list_files(split) for row in _read_file(file, columns, required)]
 
     def check(self, *splits: str | None) -> None:
         """Raise `NoRows` where the rows of these splits could not be read for want of a file or a package. Reads no rows and
@@ -58,13 +64,48 @@ class DatasetSource:
         if self.data_dir is None:
             if importlib.util.find_spec("datasets") is None:
                 raise NoRows(
-                    f"dataset={self.dataset!r} comes from the Hugging Face hub by a package that is not installed: "
-                    "python -m pip install 'datasets>=4,<6', or set data_dir to a local copy"
+                    f"{self.on_the_hub} comes from the Hugging Face hub by a package that is not installed: "
+                    f"python -m pip install 'datasets>=4,<6', or set {self.setting} to a local copy"
                 )
             return
         for split in dict.fromkeys(filter(None, splits)):
-            for file in _list_files(Path(self.data_dir).expanduser(), self.subsets, split):
+            for file in self._list_files(split):
                 _check_readable(file)
+
+    @property
+    def on_the_hub(self) -> str:
+        """How a message calls a data set of the hub."""
+        if self.setting == "data_dir":
+            return f"dataset={self.dataset!r}"
+        return f"{self.setting}={self.dataset!r} (there is no such file or folder here)"
+
+    def _list_files(self, split: str | None) -> list[Path]:
+        """The files of a split of a local copy, in order. Raises `NoRows`."""
+        place = Path(self.data_dir or "").expanduser()
+        named = f"{self.setting}={str(place)!r}"
+        if not place.exists():
+            raise NoRows(f"{named} is not there: give the folder or the file that holds the data set")
+        if place.is_file() and not place.name.endswith(SUFFIXES):
+            raise NoRows(f"{named} is a file of a kind that is not read: give one whose name ends in {', '.join(SUFFIXES)}")
+        files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if _is_data(path.relative_to(place)))
+        if not files:
+            raise NoRows(f"{named} holds no file of {', '.join(SUFFIXES)}")
+        chosen = files if split is None else _select_split(files, place, split, named)
+        return _select_subsets(chosen, files, place, self.subsets, named)
+
+
+def make_prompts(name: str, rows: Sequence[Row], make: Callable[[Row], Prompt | None]) -> tuple[Prompt, ...]:
+    """The prompts of all rows but those of which `make` makes none; the log says how many these are, and where the first is."""
+    made = [make(row) for row in rows]
+    if left_out := [row for row, prompt in zip(rows, made, strict=True) if prompt is None]:
+        _log.warning(
+            "%s: %d of %d rows have no question or no answer: left out, the first: %s",
+            name,
+            len(left_out),
+            len(rows),
+            find_place(left_out[0]),
+        )
+    return tuple(prompt for prompt in made if prompt is not None)
 
 
 def hold_out(prompts: Sequence[Prompt], count: int, *key: str | int) -> tuple[list[Prompt], list[Prompt]]:
@@ -77,7 +118,18 @@ def hold_out(prompts: Sequence[Prompt], count: int, *key: str | int) -> tuple[li
 
 
 def get_field(row: Row, path: str) -> Any:
-    """The value at a dotted path, e.g. `reward_model.ground_truth`; of a list of messages the last one's text.
+    """As `get_value`, but of a list of messages the last one's text."""
+    value = get_value(row, path)
+    return value[-1]["content"] if is_chat(value) and "content" in value[-1] else value
+
+
+def is_chat(value: Any) -> bool:
+    """Whether it is a list whose last item is like a message."""
+    return isinstance(value, list) and bool(value) and isinstance(value[-1], Mapping)
+
+
+def get_value(row: Row, path: str) -> Any:
+    """The value at a dotted path, e.g. `reward_model.ground_truth`.
 
     None where a part of the path is null. Raises `NoRows` where there is no such part.
     """
@@ -92,8 +144,6 @@ def get_field(row: Row, path: str) -> Any:
                 "field's name to what is there"
             )
         value = value[part]
-    if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
-        return value[-1]["content"]
     return value
 
 
@@ -125,21 +175,14 @@ def _read_hub(source: DatasetSource, split: str, columns: Sequence[str]) -> list
             table = datasets.load_dataset(source.dataset, subset, split=split, revision=source.revision)
         except (*hub_errors(), RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise NoRows(
-                f"dataset={source.dataset!r} can't be had from the Hugging Face hub: {_first_line(error)}. Where there is no "
+                f"{source.on_the_hub} can't be had from the Hugging Face hub: {_first_line(error)}. Where there is no "
                 f"network, fetch it elsewhere (hf download --repo-type dataset {source.dataset} --local-dir FOLDER) and set "
-                "data_dir=FOLDER; for a data set that asks for consent, give it on its page and set HF_TOKEN"
+                f"{source.setting}=FOLDER; for a data set that asks for consent, give it on its page and set HF_TOKEN"
             ) from error
-        check_columns(table.column_names, columns, f"dataset={source.dataset!r}")
+        check_columns(table.column_names, columns, source.on_the_hub)
         found = table.select_columns(list(dict.fromkeys(columns))).to_list()
         place = f"{source.dataset}{f' ({subset})' if subset else ''}, split {split}"
         rows += [PlacedRow(row, f"{place}, row {at}") for at, row in enumerate(found, 1)]
-    return rows
-
-
-def _read_folder(place: Path, subsets: Sequence[str], split: str, columns: Sequence[str]) -> list[Row]:
-    rows: list[Row] = []
-    for file in _list_files(place, subsets, split):
-        rows += _read_file(file, columns)
     return rows
 
 
@@ -151,24 +194,14 @@ def _check_readable(file: Path) -> None:
         raise NoRows(f"{file} can't be read: {_first_line(error)}") from error
 
 
-def _list_files(place: Path, subsets: Sequence[str], split: str) -> list[Path]:
-    """The files of a split of a local copy, in order. Raises `NoRows`."""
-    if not place.exists():
-        raise NoRows(f"data_dir={str(place)!r} is not there: give the folder or the file that holds the data set")
-    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if _is_data(path.relative_to(place)))
-    if not files:
-        raise NoRows(f"data_dir={str(place)!r} holds no file of {', '.join(_SUFFIXES)}")
-    return _select_subsets(_select_split(files, place, split), files, place, subsets)
-
-
 def _is_data(relative: Path) -> bool:
     """A hidden folder is a downloader's own; `dataset_info.json` and its like tell of the data."""
     hidden = any(part.startswith(".") for part in relative.parts)
     about = relative.name in ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
-    return relative.name.endswith(_SUFFIXES) and not hidden and not about
+    return relative.name.endswith(SUFFIXES) and not hidden and not about
 
 
-def _select_subsets(chosen: list[Path], files: list[Path], place: Path, subsets: Sequence[str]) -> list[Path]:
+def _select_subsets(chosen: list[Path], files: list[Path], place: Path, subsets: Sequence[str], named: str) -> list[Path]:
     """Of the files of a split (`chosen` of `files`) those of the subsets, one subset after another and no file twice.
 
     All of them where no path of the copy names any subset: a copy of one subset alone need not name it. Where some are named,
@@ -183,7 +216,7 @@ def _select_subsets(chosen: list[Path], files: list[Path], place: Path, subsets:
     if missing:
         there = ", ".join(subset for subset, its in found if its) or "other splits alone"
         raise NoRows(
-            f"data_dir={str(place)!r} has files of {there}, but none of {', '.join(missing)} among "
+            f"{named} has files of {there}, but none of {', '.join(missing)} among "
             f"{[file.name for file in chosen[:6]]}: fetch the whole data set, or set subsets to those that are there"
         )
     return [file for _, its in found for file in its]
@@ -196,12 +229,12 @@ def _find_subset(file: Path, place: Path, subsets: Sequence[str]) -> str:
     return max(named, key=len, default="")
 
 
-def _select_split(files: list[Path], place: Path, split: str) -> list[Path]:
+def _select_split(files: list[Path], place: Path, split: str, named: str) -> list[Path]:
     """Files whose path names the split; all of them where no path names any split."""
-    named = [file for file in files if split in _split_words(file, place)]
-    if named or not any(word in _split_words(file, place) for file in files for word in _SPLIT_WORDS):
-        return named or files
-    raise NoRows(f"data_dir={str(place)!r} has no file of the split {split!r} among {[file.name for file in files[:6]]}")
+    found = [file for file in files if split in _split_words(file, place)]
+    if found or not any(word in _split_words(file, place) for file in files for word in _SPLIT_WORDS):
+        return found or files
+    raise NoRows(f"{named} has no file of the split {split!r} among {[file.name for file in files[:6]]}")
 
 
 def _split_words(file: Path, place: Path) -> set[str]:
@@ -211,12 +244,14 @@ def _split_words(file: Path, place: Path) -> set[str]:
     return {*parts, *(word for part in parts for word in re.split(r"[-.]", part)), *re.split(r"[-._]", parts[-1])}
 
 
-def _read_file(file: Path, columns: Sequence[str]) -> list[PlacedRow]:
+def _read_file(file: Path, columns: Sequence[str], required: Sequence[str]) -> list[PlacedRow]:
     """Raises `NoRows` for what is not of the kind its name says."""
     import pyarrow as pa
 
     try:
-        return (read_json if file.name.endswith((".json", ".jsonl", ".jsonl.gz")) else read_table)(file, columns)
+        if file.name.endswith((".json", ".jsonl", ".jsonl.gz")):
+            return read_json(file, columns, required)
+        return read_table(file, columns)
     except NoRows:
         raise
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:

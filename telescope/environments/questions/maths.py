@@ -7,7 +7,6 @@ decided at once.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -16,30 +15,18 @@ from pydantic import Field
 
 from telescope.environments.answer_parsers import Boxed
 from telescope.environments.base import Chat, KnowsTemplate, Prompt, Reward, SingleTurn, ToolSchema, Turn
-from telescope.environments.graders.maths import (
-    AnswerForm,
-    Conventions,
-    PercentReading,
-    compare_exactly,
-    compare_symbolically,
-    extract_answer,
-    extract_golden,
-)
-from telescope.environments.graders.pool import GraderOverrun, grade
-from telescope.environments.lru import LruCache
-from telescope.environments.questions.dataset import DatasetSource, Instruction, Row, get_text, hold_out
-from telescope.environments.questions.rows import find_place
+from telescope.environments.graders.extraction import AnswerForm, extract_answer, extract_golden
+from telescope.environments.graders.maths_grader import MATH_VERIFY, TOO_HEAVY, MathsGrader
+from telescope.environments.graders.pool import GraderOverrun
+from telescope.environments.graders.quantities import PercentReading
+from telescope.environments.questions.dataset import DatasetSource, Instruction, Row, get_text, hold_out, make_prompts
 from telescope.environments.tools.python_tool import PythonTool
-
-log = logging.getLogger(__name__)
-
-TOO_HEAVY = "too_heavy"
 
 
 class MathsQuestions(SingleTurn):
     """Reward 1 for the right final answer, else 0; `format_reward` sets a part aside for a boxed answer, right or wrong."""
 
-    requires: ClassVar[tuple[str, ...]] = ("math-verify>=0.9,<0.10",)
+    requires: ClassVar[tuple[str, ...]] = (MATH_VERIFY,)
     reward_min: ClassVar[float | None] = 0.0
     reward_max: ClassVar[float | None] = 1.0
     metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"exact": (0, 1), "has_answer": (0, 1), "boxed": (0, 1)}
@@ -123,7 +110,7 @@ class MathsQuestions(SingleTurn):
         exact, tags = False, tuple[str, ...]()
         if given is not None:
             try:
-                exact = await self._is_right(prompt.answer, given)
+                exact = await self._grader.is_right(prompt.answer, given)
             except GraderOverrun:  # the expected answer is easy, so this one is to blame
                 tags = (TOO_HEAVY,)
         boxed = extract_answer(answer, "boxed") is not None
@@ -131,31 +118,13 @@ class MathsQuestions(SingleTurn):
         metrics = {"exact": float(exact), "has_answer": float(given is not None), "boxed": float(boxed)}
         return Reward(total, metrics, golden_answers=(prompt.answer,), tags=tags, info={"parsed_answer": given})
 
-    async def _is_right(self, wanted: str, given: str) -> bool:
-        known = compare_exactly(wanted, given, self._conventions)
-        if known is None:
-            known = self._verdicts.peek((wanted, given))
-        if known is None:
-            known = bool(
-                await grade(
-                    compare_symbolically, wanted, given, self.percent, self.number_tolerance, limit_s=self.grading_limit_s
-                )
-            )
-            self._verdicts.put((wanted, given), known)
-        return known
-
     @property
     def _source(self) -> DatasetSource:
         return DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
 
     @cached_property
-    def _conventions(self) -> Conventions:
-        return Conventions(self.percent, self.number_tolerance)
-
-    @cached_property
-    def _verdicts(self) -> LruCache[tuple[str, str], bool]:
-        """The samples of a group often give one and the same answer."""
-        return LruCache(4096)
+    def _grader(self) -> MathsGrader:
+        return MathsGrader(self.percent, self.number_tolerance, self.grading_limit_s)
 
     @cached_property
     def _train_and_eval(self) -> dict[str, tuple[Prompt, ...]]:
@@ -168,19 +137,7 @@ class MathsQuestions(SingleTurn):
 
     def _load_prompts(self, split: str) -> tuple[Prompt, ...]:
         columns = [self.question_field.partition(".")[0], self.answer_field.partition(".")[0]]
-        rows = self._source.rows(split, columns)
-        made = [self._prompt(row) for row in rows]
-        left_out = [row for row, prompt in zip(rows, made, strict=True) if prompt is None]
-        if left_out:
-            log.warning(
-                "%s: %d of %d rows of %s have no question or no answer: left out, the first: %s",
-                self.dataset,
-                len(left_out),
-                len(rows),
-                split,
-                find_place(left_out[0]),
-            )
-        return tuple(prompt for prompt in made if prompt is not None)
+        return make_prompts(f"{self.dataset}, {split}", self._source.rows(split, columns), self._prompt)
 
     def _prompt(self, row: Row) -> Prompt | None:
         answer = extract_golden(get_text(row, self.answer_field))

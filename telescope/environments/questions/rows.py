@@ -67,21 +67,30 @@ def show(value: Any) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
-def read_json(file: Path, columns: Sequence[str]) -> list[PlacedRow]:
-    """The rows of JSON lines or of a JSON array. Raises `NoRows`, also where no row has one of the columns."""
+def read_json(file: Path, columns: Sequence[str], required: Sequence[str] = ()) -> list[PlacedRow]:
+    """The rows of JSON lines or of a JSON array. Raises `NoRows`, also where no row has one of the columns, or where one row
+    lacks one of those that are `required`."""
     content = gzip.decompress(file.read_bytes()) if file.name.endswith(".gz") else file.read_bytes()
     content = content.removeprefix(b"\xef\xbb\xbf")
     lines = file.name.endswith((".jsonl", ".jsonl.gz"))
     objects = _read_lines(file, content) if lines or not content.lstrip().startswith(b"[") else _read_array(file, content)
     rows: list[PlacedRow] = []
     names: dict[str, None] = {}
+    lacking: tuple[str, str, str] | None = None
     for at, whole, doubtful in objects:
         names.update(dict.fromkeys(whole))
+        if lacks := [column for column in required if column not in whole]:
+            lacking = lacking or (at, lacks[0], ", ".join(map(str, whole)) or "none")
         kept = {column: whole.get(column) for column in columns}
         if doubtful:
             _check_utf8(file, at, kept)
         rows.append(PlacedRow(kept, f"{file}, {at}"))
     check_columns(list(names), columns, str(file), bool(rows))
+    if lacking is not None:
+        at, column, have = lacking
+        raise NoRows(
+            f"{file}, {at} has no column {column!r}, which other rows have; it has {have}: mend the row or take it out"
+        )
     return rows
 
 
