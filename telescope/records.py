@@ -133,6 +133,17 @@ class TrainItem(Record):
     """At which its tokens were sampled; the trainer's log-probs are of the distribution at the same one."""
     minibatch: int = 0
     """Which of the step's updates trains it, from 0."""
+    turns: tuple[tuple[int, float], ...] | msgspec.UnsetType = msgspec.UNSET
+    """(sampled tokens, advantage) of each answer in the trajectory, in order; `advantage` is then the mean over the rollout's
+    trained tokens. Unset: every token has `advantage`."""
+
+    @property
+    def token_advantages(self) -> float | np.ndarray:
+        """Of its sampled tokens in order: one number for all, or [sampled tokens] float64."""
+        if isinstance(self.turns, msgspec.UnsetType):
+            return self.advantage
+        counts, advantages = [tokens for tokens, _ in self.turns], [advantage for _, advantage in self.turns]
+        return np.repeat(np.array(advantages, np.float64), np.array(counts, np.int64))
 
 
 class TensorSpec(Record):

@@ -127,8 +127,9 @@ def broken_inputs(shard: TrainShard) -> Iterator[str]:
                 f"{_name(item)}: the sampling log-prob of {len(places)} trained tokens is not a finite number, first {value} "
                 f"at token {places[0]}"
             )
-        if not math.isfinite(item.advantage):
-            yield f"{_name(item)}: its advantage is {item.advantage}"
+        advantages = np.array([item.advantage, *(advantage for _, advantage in item.turns or ())])
+        for advantage in advantages[~np.isfinite(advantages)][:1]:
+            yield f"{_name(item)}: its advantage is {advantage}"
 
 
 def _world(device: str | None, config: RunConfig) -> World:

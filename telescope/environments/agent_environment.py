@@ -19,7 +19,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -142,7 +142,7 @@ def _add_outcome(reward: Reward, outcome: ProgramOutcome, requests: int) -> Rewa
     tags = (*reward.tags, *([TIMED_OUT] if outcome.timed_out else []), *([FAILED] if failed else []))
     info = {"exit_code": outcome.exit_code, "stdout": outcome.stdout[-SHOWN:], "stderr": outcome.stderr[-SHOWN:], **reward.info}
     metrics = {"agent_requests": float(requests), **reward.metrics}
-    return Reward(reward.total, metrics, reward.golden_answers, tags, info)
+    return replace(reward, metrics=metrics, tags=tags, info=info)
 
 
 async def run_program(

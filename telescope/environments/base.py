@@ -79,6 +79,9 @@ class Reward:
     """Words by which rollouts are found and counted, e.g. `("overlong",)`; each step charts the share that has one."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """What a reader of the rollout may want to know; kept as JSON in its row (cut off where it is long), never charted."""
+    turns: tuple[float, ...] = ()
+    """Rewards by turn, one for each answer of the policy in the order in which they came, that add up to `total`; for
+    algorithms that credit turns (`algorithm.credit=turn`). Empty: all of it is earned at the end."""
 
 
 class Dialogue(Protocol):

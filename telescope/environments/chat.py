@@ -86,6 +86,8 @@ class Recording:
     """All that came after the opening prompt; end-of-sequence tokens are left out of a dialogue's last answer."""
     generated_ns: int
     """When the last answer was there (time.time_ns)."""
+    branch_turns: tuple[tuple[tuple[int, int], ...], ...]
+    """Of each branch its answers in order: (which of the rollout's answers, counted from 0 as they came; sampled tokens)."""
 
 
 @dataclass
@@ -96,6 +98,8 @@ class _Branch:
     runs: list[tuple[np.ndarray, Sampled | None]] = field(default_factory=list)
     reason: str = ""
     """Why it begins."""
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    """Its answers: which of the rollout's, and sampled tokens."""
 
     def ids(self) -> np.ndarray:
         ids: np.ndarray = np.concatenate([ids for ids, _ in self.runs])
@@ -366,6 +370,7 @@ class TokenDialogue:
             record.opening_text = record.opening_text or question.text
             record.branches.append(branch)
         branch.runs += [(question.added, None), (sampled.ids, sampled)]
+        branch.turns.append((record.answers - 1, len(sampled.ids)))  # nothing else has run since it was counted
         # The sampled end token is part of the exact ids: the template has to write the same one for the branch to go on.
         self._end_text = record.template.end_texts[ids[-1]] if ended else ""
         branch.text = question.text + answer + self._end_text
@@ -442,6 +447,7 @@ class TokenChat(TokenDialogue):
             prompt_text=record.opening_text,
             completion_text="".join(dialogue.transcript for dialogue in self._dialogues),
             generated_ns=record.generated_ns,
+            branch_turns=tuple(tuple(branch.turns) for branch in record.branches),
         )
 
 

@@ -247,7 +247,7 @@ class Core:
             return
         self._lanes.end(rollout)
         self._groups.end_attempt(rollout, counts=True)
-        self._groups.finish(rollout, event.reward, event.completion_tokens)
+        self._groups.finish(rollout, event)
 
     def _take_failure(self, event: seen.RolloutFailed) -> None:
         rollout = self._lanes.in_flight.get((event.rollout_id, event.attempt))

@@ -98,10 +98,14 @@ class RolloutDone(Event, frozen=True):
     reward: float
     prompt_tokens: int
     completion_tokens: int
+    turn_returns: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
+    """By what its turns are compared with those of its group; unset: the reward is compared."""
 
     def __post_init__(self) -> None:
         if not isfinite(self.reward):
             raise ValueError(f"reward={self.reward} of rollout {self.rollout_id} is not a finite number")
+        if not all(map(isfinite, self.turn_returns or ())):
+            raise ValueError(f"turn_returns={self.turn_returns} of rollout {self.rollout_id} are not finite numbers")
 
 
 class RolloutFailed(Event, frozen=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from telescope.flow import commands as do
+from telescope.flow import events as seen
 from telescope.flow.batches import BatchBuilder, GroupBatch
 from telescope.flow.counts import RunTally
 from telescope.flow.evals import EvalGroup, Evals
@@ -111,12 +112,13 @@ class GroupLifecycle:
         if not counts and not rollout.group.of_eval:
             self._tally.tokens_lost += rollout.tokens
 
-    def finish(self, rollout: RolloutAttempt, reward: float, completion_tokens: int) -> None:
+    def finish(self, rollout: RolloutAttempt, done: seen.RolloutDone) -> None:
         """The rollout has its reward."""
         if isinstance(rollout.group, EvalGroup):
             self._evals.settle(rollout, rollout.group, RolloutStatus.DONE)
             return
-        rollout.status, rollout.reward, rollout.tokens = RolloutStatus.DONE, reward, completion_tokens
+        rollout.status, rollout.reward, rollout.tokens = RolloutStatus.DONE, done.reward, done.completion_tokens
+        rollout.turn_returns = done.turn_returns or ()
         self._tally.generated += 1
         self._states.reach(rollout.group, GroupState.SCORING)
         self._settle(rollout.group)

@@ -72,7 +72,7 @@ class RolloutAttempt:
 
     __slots__ = (
         "aborted", "attempt", "cancelled", "ended", "excused", "failures", "generated", "group", "requests", "reward",
-        "rollout_id", "since", "status", "tokens", "version", "worker",
+        "rollout_id", "since", "status", "tokens", "turn_returns", "version", "worker",
     )  # fmt: skip
 
     def __init__(self, group: RolloutGroup, rollout_id: int, attempt: int = 0, failures: int = 0, excused: int = 0) -> None:
@@ -98,6 +98,8 @@ class RolloutAttempt:
         self.ended = False
         """Its worker has answered, or is lost."""
         self.reward = 0.0
+        self.turn_returns: tuple[float, ...] = ()
+        """By what its turns are compared with those of its group; empty: its reward is compared."""
 
     def start(self, worker: str, version: int, now: float) -> None:
         """It goes to the worker at `now`, while `version` is served."""
@@ -169,7 +171,14 @@ class RolloutGroup:
 
     @property
     def rewards_are_equal(self) -> bool:
-        """Whether two or more survivors got one and the same reward, but for rounding: no rollout beats another. A group of one
-        compares with nothing and is never called equal."""
-        rewards = [rollout.reward for rollout in self.survivors]
-        return len(rewards) > 1 and is_rounding(min(rewards), max(rewards))
+        """Whether two or more survivors got one and the same reward, but for rounding: no rollout beats another. Where turns
+        are compared, whether no turn beats the same turn of another rollout. A group of one compares with nothing and is
+        never called equal."""
+        compared = [rollout.turn_returns or (rollout.reward,) for rollout in self.survivors]
+        if len(compared) < 2:
+            return False
+        for turn in range(max(map(len, compared))):
+            found = [numbers[turn] for numbers in compared if turn < len(numbers)]
+            if not is_rounding(min(found), max(found)):
+                return False
+        return True

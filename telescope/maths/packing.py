@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import msgspec
 import numpy as np
 from numpy.typing import DTypeLike
 
@@ -48,7 +49,7 @@ class RowArrays:
     segments: np.ndarray  # [T] int64, 0..S-1
     mask: np.ndarray  # [T] bool, True where the policy sampled the token
     logprobs: np.ndarray  # [T] float32, sampling log-prob; NaN where the mask is False
-    advantages: np.ndarray  # [T] float32, the rollout's; 0 in the padding
+    advantages: np.ndarray  # [T] float32, the rollout's, or its turns' at sampled tokens; 0 in the padding
     sequence_tokens: np.ndarray  # [S] float32, n_i of the rollout each segment belongs to; 0 for the padding
     temperatures: np.ndarray  # [S] float64, at which each segment was sampled; 1 for the padding
     boundaries: np.ndarray  # [S + 1] int32, cumulative: segment s is boundaries[s]:boundaries[s + 1]
@@ -222,4 +223,13 @@ def _place(arrays: RowArrays, start: int, trajectory: Trajectory, item: TrainIte
     arrays.ids[here] = trajectory.ids
     arrays.mask[here] = mask
     arrays.logprobs[here] = np.where(mask, trajectory.logprobs, np.nan)
-    arrays.advantages[here] = item.advantage
+    if isinstance(item.turns, msgspec.UnsetType):
+        arrays.advantages[here] = item.advantage
+        return
+    by_token = item.token_advantages
+    if np.shape(by_token) != (int(mask.sum()),):
+        raise ValueError(
+            f"rollout {item.rollout_id} has advantages of {np.size(by_token)} tokens in its turns, and {int(mask.sum())} "
+            "sampled ones"
+        )
+    arrays.advantages[here][mask] = by_token

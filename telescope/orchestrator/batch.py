@@ -3,15 +3,17 @@ out."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
 from telescope.flow.commands import TrainOnBatch
 from telescope.flow.prompt_sampler import Permutation, keyed_hash
-from telescope.maths import dealing, minibatches, packing, routing
+from telescope.maths import dealing, minibatches, packing, routing, turn_credit
 from telescope.maths.summaries import summary
 from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
@@ -63,6 +65,21 @@ class Recipe:
         with named(self.algorithm, "length_penalty", f"rollout {rollout.order.rollout_id}"):
             rollout.length_penalty = self.algorithm.length_penalty(rollout.trained_tokens, max_tokens=max_tokens)
         rollout.normalised = self.rewards.choose(label, rollout.result.reward)
+        rollout.turn_returns = self.find_turn_returns(rollout)
+
+    def find_turn_returns(self, rollout: Rollout) -> tuple[float, ...]:
+        """By what the algorithm compares the rollout's turns; empty where it compares whole rollouts. What shapes the reward
+        beyond the environment's numbers is the last turn's."""
+        result = rollout.result
+        rewards = turn_credit.shape_rewards(
+            result.turn_rewards or (),
+            rollout.turns,
+            rollout.reward,
+            scale=self.rewards.find_scale(rollout.order.prompt.environment),
+        )
+        with named(self.algorithm, "turn_returns", f"rollout {rollout.order.rollout_id}"):
+            returns = self.algorithm.turn_returns(rewards)
+        return () if returns is None else tuple(map(float, returns))
 
     def find_filters(self, rollouts: Sequence[Rollout], step: int) -> tuple[tuple[str, ...], ...]:
         """Of each rollout the rules by which it leaves the loss."""
@@ -82,15 +99,30 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class TurnAdvantages:
+    """The advantages of a step's turns, by rollout."""
+
+    by_rollout: tuple[np.ndarray, ...]  # one a rollout, each [turns] float64
+    lone: float
+    """Share of turns that no other rollout of their group has come to."""
+
+    def average(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+        """[rollouts] float64, means over trained tokens; exactly the one advantage where there is one turn."""
+        return np.array([_average_turns(*pair) for pair in zip(self.by_rollout, rollouts, strict=True)], np.float64)
+
+
+@dataclass(frozen=True)
 class TrainBatch:
     """A step's rollouts. Those with an entry in `filters` have an advantage and are not trained."""
 
     command: TrainOnBatch
     rollouts: tuple[Rollout, ...]
-    advantages: np.ndarray  # [rollouts] float64
+    advantages: np.ndarray  # [rollouts] float64; where turns have their own, the mean over the rollout's trained tokens
     filters: tuple[tuple[str, ...], ...]  # by rollout: the rules by which it left the loss
     denominators: tuple[Denominators, ...]  # one an update: the minibatches of each epoch, one epoch after another
     shards: tuple[Shard, ...]  # one a trainer rank; ranks that share rows have the same
+    turns: TurnAdvantages | None = None
+    """Where the algorithm credits turns."""
     truncated: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By rollout id: how many tokens each of its branches lost beyond trainer.seq_len, where one did."""
 
@@ -115,6 +147,7 @@ class TrainBatch:
         """Shares of the batch's rollouts that were cut off and that left the loss, by rule, what lengths cost, and their
         advantages."""
         count = len(self.rollouts)
+        each = self.advantages if self.turns is None else np.concatenate(self.turns.by_rollout)
         rules = {rule: sum(rule in why for why in self.filters) for rule in ("overlong", "repetition")}
         return {
             "truncated_fraction": sum(rollout.sampled.truncated for rollout in self.rollouts) / count,
@@ -123,8 +156,9 @@ class TrainBatch:
             "overlong_samples": float(sum(lost > 0 for branches in self.truncated.values() for lost in branches)),
             "truncated_tokens": float(sum(map(sum, self.truncated.values()))),
             "length_penalty_mean": float(np.mean([rollout.length_penalty for rollout in self.rollouts])),
-            **{f"advantage/{name}": value for name, value in summary(self.advantages).items()},
-            "advantage/count": float(count),
+            **{f"advantage/{name}": value for name, value in summary(each).items()},
+            "advantage/count": float(len(each)),
+            **({} if self.turns is None else {"advantage/lone_turn_fraction": self.turns.lone}),
         }
 
     def find_lag(self, rollout: Rollout) -> int | None:
@@ -154,7 +188,10 @@ def make_batch(
     baseline = tuple(rollout for rollout_ids in command.baseline_rollout_ids for rollout in store.take(rollout_ids))
     rewards = np.array([rollout.reward for rollout in kept + baseline], dtype=np.float64)
     numbers = np.array([rollout.order.group_id for rollout in kept + baseline], dtype=np.int64)
-    advantages = _compute_advantages(recipe, rewards, numbers, command.step)[: len(kept)]
+    turns = _credit_turns(recipe, kept, baseline, numbers, command.step)
+    advantages = (
+        turns.average(kept) if turns is not None else _compute_advantages(recipe, rewards, numbers, command.step)[: len(kept)]
+    )
     filters = recipe.find_filters(whole, command.step)
     places = np.split(np.arange(len(kept)), np.cumsum([len(group) for group in groups])[:-1])
     parts = [
@@ -166,7 +203,8 @@ def make_batch(
     different = ranks // recipe.ranks_a_shard
     shares = [_deal(kept, part, different, recipe.seq_len, attention_length) for part in parts]
     dealt = [
-        _make_shard(command.step, kept, advantages, counts, [share[rank] for share in shares]) for rank in range(different)
+        _make_shard(command.step, kept, advantages, turns, counts, [share[rank] for share in shares])
+        for rank in range(different)
     ]
     shards = tuple(shard for shard in dealt for _ in range(recipe.ranks_a_shard))
     largest = max(array.nbytes for shard in shards for array in shard.arrays)
@@ -176,7 +214,38 @@ def make_batch(
             "that may travel: lower orchestrator.prompts_batch_size_for_trainer or "
             f"trainer.epochs_per_batch={recipe.epochs} (each epoch is sent), or raise cluster.trainer_num_workers"
         )
-    return TrainBatch(command, kept, advantages, filters, counts, shards, _count_truncated(whole, kept))
+    return TrainBatch(command, kept, advantages, filters, counts, shards, turns, _count_truncated(whole, kept))
+
+
+def _credit_turns(
+    recipe: Recipe, kept: Sequence[Rollout], baseline: Sequence[Rollout], groups: np.ndarray, step: int
+) -> TurnAdvantages | None:
+    """The advantages of the turns of `kept`, each compared with the same turn of its group; None where the algorithm compares
+    whole rollouts. Raises `BatchUnusable`."""
+    try:
+        returns = [recipe.find_turn_returns(rollout) for rollout in (*kept, *baseline)]
+    except AlgorithmRaised as error:
+        raise BatchUnusable(str(error)) from error
+    if not any(returns):
+        return None
+    turns = np.array([rollout.turns for rollout in (*kept, *baseline)], np.int64)
+    if turns.tolist() != [len(numbers) for numbers in returns]:
+        raise BatchUnusable(
+            f"step {step}: {type(recipe.algorithm).__name__}.turn_returns must give one number for each turn of a rollout"
+        )
+    numbers = turn_credit.number_turns(groups, turns)
+    found = _compute_advantages(recipe, np.concatenate([np.array(each, np.float64) for each in returns]), numbers, step)
+    parts = np.split(found, np.cumsum(turns)[:-1])[: len(kept)]
+    return TurnAdvantages(tuple(parts), turn_credit.lone_share(numbers[: turns[: len(kept)].sum()]))
+
+
+def _average_turns(advantages: np.ndarray, rollout: Rollout) -> float:
+    """The mean over trained tokens of `advantages` [turns]."""
+    if len(advantages) == 1:
+        return float(advantages[0])
+    placed = [pair for branch in rollout.trained_turns for pair in branch]
+    tokens = sum(count for _, count in placed)
+    return math.fsum(advantages[turn] * count for turn, count in placed) / tokens if tokens else 0.0
 
 
 def _compute_advantages(recipe: Recipe, rewards: np.ndarray, groups: np.ndarray, step: int) -> np.ndarray:
@@ -238,6 +307,7 @@ def _make_shard(
     step: int,
     rollouts: Sequence[Rollout],
     advantages: np.ndarray,
+    turns: TurnAdvantages | None,
     counts: tuple[Denominators, ...],
     shares: Sequence[Sequence[int]],
 ) -> Shard:
@@ -247,7 +317,8 @@ def _make_shard(
     routed = []
     for minibatch, sequence in ((minibatch, sequence) for minibatch, share in enumerate(shares) for sequence in share):
         rollout = rollouts[sequence]
-        for branch in rollout.branches:
+        by_branch = place_turns(rollout, turns, sequence)
+        for branch, own in zip(rollout.branches, by_branch, strict=True):
             items.append(
                 TrainItem(
                     rollout_id=rollout.order.rollout_id,
@@ -258,6 +329,7 @@ def _make_shard(
                     sequence_tokens=rollout.trained_tokens,
                     temperature=rollout.result.temperature,
                     minibatch=minibatch,
+                    turns=own,
                 )
             )
             pieces.append((branch.ids, branch.mask, branch.logprobs, branch.versions))
@@ -267,6 +339,16 @@ def _make_shard(
     if of_experts is not None:
         arrays = (*arrays, of_experts)
     return Shard(TrainStep(step=step, items=tuple(items), denominators=counts), arrays)
+
+
+def place_turns(
+    rollout: Rollout, turns: TurnAdvantages | None, sequence: int
+) -> Sequence[tuple[tuple[int, float], ...] | UnsetType]:
+    """Of each branch (sampled tokens, advantage) of its turns; unset where all tokens of the rollout share one."""
+    if turns is None or len(turns.by_rollout[sequence]) == 1:
+        return (UNSET,) * len(rollout.branches)
+    own = turns.by_rollout[sequence]
+    return [tuple((tokens, float(own[turn])) for turn, tokens in branch if tokens) for branch in rollout.trained_turns]
 
 
 def _make_empty_arrays() -> tuple[np.ndarray, ...]:

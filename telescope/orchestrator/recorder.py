@@ -24,7 +24,7 @@ from telescope.config.redaction import Redactor
 from telescope.flow import commands
 from telescope.flow.counts import Counts
 from telescope.maths.summaries import gini, group_mean, max_median_ratio
-from telescope.orchestrator.batch import TrainBatch
+from telescope.orchestrator.batch import TrainBatch, place_turns
 from telescope.orchestrator.cohorts import (
     Cohort,
     CohortEnds,
@@ -271,6 +271,7 @@ class Recorder:
                 "baseline_group_ids": list(batch.command.baseline_group_ids),
                 "rollout_ids": [rollout.order.rollout_id for rollout in batch.rollouts],
                 "advantages": batch.advantages.tolist(),
+                "turn_advantages": [] if batch.turns is None else [each.tolist() for each in batch.turns.by_rollout],
                 "lag_versions": [batch.find_lag(rollout) for rollout in batch.rollouts],
                 "tokens": sum(rollout.tokens for rollout in batch.rollouts),
                 "trained_tokens": batch.trained_tokens,
@@ -542,6 +543,7 @@ def make_rollout_row(rollout: Rollout) -> dict[str, Any]:
         "golden_answers": list(result.golden_answers),
         "tags": list(result.tags),
         "info": _decode_info(result.info),
+        "turn_rewards": list(result.turn_rewards or ()),
     }
 
 
@@ -565,7 +567,8 @@ def make_token_rows(batch: TrainBatch, groups: int) -> Iterator[dict[str, Any]]:
         if rollout.order.group_id not in wanted or rollout.tokens > left:
             continue
         left -= rollout.tokens
-        for number, branch in enumerate(rollout.branches):
+        turns = place_turns(rollout, batch.turns, place)
+        for number, (branch, own) in enumerate(zip(rollout.branches, turns, strict=True)):
             sampled = branch.mask.astype(bool)
             yield {
                 "step": batch.command.step,
@@ -574,6 +577,7 @@ def make_token_rows(batch: TrainBatch, groups: int) -> Iterator[dict[str, Any]]:
                 "branch": number,
                 "reward": rollout.result.reward,
                 "advantage": float(batch.advantages[place]),
+                "turns": [list(pair) for pair in own or ()],
                 "filtered": list(batch.filters[place]),
                 "temperature": rollout.result.temperature,
                 "ids": branch.ids.tolist(),

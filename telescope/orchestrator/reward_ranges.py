@@ -26,6 +26,11 @@ class RewardRanges:
         normalised = self.normalise(label, reward) if self.normalize else None
         return reward if normalised is None else normalised
 
+    def find_scale(self, label: str) -> float:
+        """What rewards are multiplied by for advantages, beside an offset."""
+        ends = self.ranges.get(label)
+        return 1.0 if ends is None or not self.normalize else 1.0 / (ends[1] - ends[0])
+
     def note(self, label: str, reward: float) -> str:
         """Count the reward if it is outside its range. A sentence at the first of an environment, else empty."""
         ends = self.ranges.get(label)

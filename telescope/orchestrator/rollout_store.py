@@ -9,10 +9,11 @@ keeps ids and scalars (telescope/flow); what a worker sent is checked here befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from telescope.algorithms.base import SampledRollout
 from telescope.flow import events
@@ -89,6 +90,8 @@ class Rollout:
     length_penalty: float = 0.0
     normalised: float | None = None
     """The environment's reward within its range, where training takes that."""
+    turn_returns: tuple[float, ...] = ()
+    """By what its turns are compared; empty: `reward` is compared."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -127,6 +130,7 @@ class Rollout:
             reward=self.reward,
             prompt_tokens=answer.prompt_tokens,
             completion_tokens=answer.completion_tokens,
+            turn_returns=self.turn_returns or UNSET,
         )
 
     # ---- once it is scored
@@ -146,6 +150,19 @@ class Rollout:
     @property
     def trained_tokens(self) -> int:
         return sum(branch.trained_tokens for branch in self.branches)
+
+    @property
+    def turns(self) -> int:
+        """Answers whose tokens are told apart: all, or 1 where a checkpoint of older rollouts names none."""
+        return 1 if isinstance(self.result.branch_turns, UnsetType) else self.result.turns
+
+    @property
+    def trained_turns(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each branch its answers in order: (which of the rollout's turns; its sampled tokens, as far as the branch was not
+        cut off at the length of a row)."""
+        if isinstance(self.result.branch_turns, UnsetType):
+            return tuple(((0, branch.trained_tokens),) for branch in self.branches)
+        return tuple(map(_cut_turns, self.result.branch_turns, (branch.trained_tokens for branch in self.branches)))
 
     @property
     def tokens(self) -> int:
@@ -173,7 +190,12 @@ class Rollout:
         was recorded. `newest`: the youngest weight
         version that any server can have sampled with. Raises `UnusableRollout`; nothing has changed then.
         """
-        wrong = _find_wrong_shape(result, arrays) or _find_wrong_number(result) or _find_wrong_token(result, arrays, newest)
+        wrong = (
+            _find_wrong_shape(result, arrays)
+            or _find_wrong_number(result)
+            or _find_wrong_token(result, arrays, newest)
+            or _find_wrong_turn(result, arrays[1])
+        )
         if wrong:
             prompt = self.order.prompt
             where = f"rollout {self.order.rollout_id} (environment {prompt.environment}, prompt {prompt.index})"
@@ -185,6 +207,15 @@ class Rollout:
         ends = np.cumsum(result.branch_lengths)[:-1]
         pieces = zip(*(np.split(array, ends) for array in arrays), strict=True)
         self.branches = tuple(Trajectory(*piece) for piece in pieces)
+
+
+def _cut_turns(turns: Sequence[tuple[int, int]], tokens: int) -> tuple[tuple[int, int], ...]:
+    """The turns of a branch of which the first `tokens` sampled tokens are left."""
+    cut = []
+    for turn, length in turns:
+        cut.append((turn, min(length, tokens)))
+        tokens -= cut[-1][1]
+    return tuple(cut)
 
 
 class RolloutStore:
@@ -275,4 +306,25 @@ def _find_wrong_token(result: RolloutResult, arrays: tuple[np.ndarray, ...], new
         return "a sampled token names no weight version"
     if (versions[sampled] > newest).any():
         return f"a sampled token names weight version {versions[sampled].max()}, and no server has one above {newest}"
+    return ""
+
+
+def _find_wrong_turn(result: RolloutResult, mask: np.ndarray) -> str:
+    if result.turns < 1:
+        return "turns=0, and it has tokens"
+    if not isinstance(result.turn_rewards, UnsetType):
+        if len(result.turn_rewards) != result.turns:
+            return f"it has rewards of {len(result.turn_rewards)} turns, and turns={result.turns}"
+        if not np.isfinite(result.turn_rewards).all():
+            return f"the rewards of its turns are {result.turn_rewards}"
+    if isinstance(result.branch_turns, UnsetType):
+        told_apart = result.turns == 1 or isinstance(result.turn_rewards, UnsetType)
+        return "" if told_apart else f"it has rewards of {result.turns} turns, and does not say which tokens are whose"
+    if sorted(turn for turns in result.branch_turns for turn, _ in turns) != list(range(result.turns)):
+        return f"its branches do not have each of its {result.turns} turns once"
+    ends = np.cumsum(result.branch_lengths)[:-1]
+    sampled = [int(part.sum()) for part in np.split(mask, ends)]
+    counts = [[tokens for _, tokens in turns] for turns in result.branch_turns]
+    if [sum(tokens) for tokens in counts] != sampled or any(number < 1 for tokens in counts for number in tokens):
+        return f"its turns have {counts} tokens, and its branches {sampled} sampled ones"
     return ""

@@ -131,6 +131,7 @@ STREAMS: dict[str, Stream] = {
                 "golden_answers": "json",
                 "tags": "json",
                 "info": "json",
+                "turn_rewards": "json",  # by turn; empty where the environment gives none
             },
         ),
         Stream("groups", {"group_id": "int", "state": "str", "reason": "str", "version": "int"}),
@@ -142,6 +143,7 @@ STREAMS: dict[str, Stream] = {
                 "baseline_group_ids": "json",
                 "rollout_ids": "json",
                 "advantages": "json",
+                "turn_advantages": "json",  # by rollout, then by turn; empty unless algorithm.credit=turn
                 "lag_versions": "json",
                 "tokens": "int",
                 "trained_tokens": "int",
@@ -158,6 +160,7 @@ STREAMS: dict[str, Stream] = {
                 "branch": "int",
                 "reward": "float",
                 "advantage": "float",
+                "turns": "json",  # [sampled tokens, advantage] of each answer in it; empty where all have the rollout's
                 "filtered": "json",
                 "temperature": "float",
                 "ids": "json",

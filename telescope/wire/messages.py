@@ -161,6 +161,10 @@ class RolloutResult(Message):
     tags: tuple[str, ...] = ()
     info: str = ""
     """A JSON object; empty for none."""
+    turn_rewards: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
+    """One for each of its `turns`; unset where the environment gave none."""
+    branch_turns: tuple[tuple[tuple[int, int], ...], ...] | msgspec.UnsetType = msgspec.UNSET
+    """Of each branch its answers in order: (which of `turns`, from 0; sampled tokens). Unset: all tokens are of one turn."""
 
 
 class RolloutError(Message):

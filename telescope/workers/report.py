@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any, TypeVar
 
+from msgspec import UNSET
+
 from telescope.config.secrets import redacted, scrubbed
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.chat import Recording
@@ -34,6 +36,8 @@ MAX_INFO_CHARACTERS = 50_000
 MAX_INFO_DEPTH = 64
 REWARD_LIMIT = 1e6
 """Larger totals are mistakes, and their squares and differences would overflow the advantages."""
+TURNS_TOLERANCE = 1e-6
+"""Rewards by turn may miss their total by so much, or so large a share of the largest number: some sum in float32."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -43,7 +47,7 @@ class BadReward(GraderError):
 
 def check_reward(reward: Reward) -> Reward:
     """The same with plain numbers. Raises `BadReward` unless the total and every metric is a finite one, the total within
-    `REWARD_LIMIT`."""
+    `REWARD_LIMIT` and the sum of its turns, where it has them."""
     if not isinstance(reward, Reward):
         raise BadReward(f"play returned {type(reward).__name__}, not a Reward")
     if not isinstance(reward.metrics, Mapping):
@@ -53,7 +57,35 @@ def check_reward(reward: Reward) -> Reward:
         metrics = {name: _as_number(name, value) for name, value in reward.metrics.items()}
     if abs(total) > REWARD_LIMIT:
         raise BadReward(f"the reward's total is {total!r}, beyond ±{REWARD_LIMIT:.0e}: scale the environment's rewards")
-    return Reward(total, metrics, reward.golden_answers, reward.tags, reward.info)
+    turns = _check_turns(total, reward.turns)
+    return Reward(total, metrics, reward.golden_answers, reward.tags, reward.info, turns)
+
+
+def _check_turns(total: float, turns: object) -> tuple[float, ...]:
+    """Rewards by turn, as plain numbers that add up to the total, but for rounding."""
+    if not isinstance(turns, list | tuple):
+        raise BadReward(f"the reward's turns are {_name_type(turns)}, not a tuple of numbers")
+    with _refuse_formless("turns"):
+        numbers = tuple(_as_number(f"turns[{at}]", value) for at, value in enumerate(turns))
+    largest = max(map(abs, (total, *numbers)))
+    if largest > REWARD_LIMIT:
+        raise BadReward(f"a number of the reward's turns is beyond ±{REWARD_LIMIT:.0e}: scale the environment's rewards")
+    added = math.fsum(numbers)
+    if numbers and abs(added - total) > TURNS_TOLERANCE * max(1.0, largest):
+        raise BadReward(
+            f"the reward's turns add up to {added:g}, and its total is {total:g}: they must be the same; give the difference "
+            "to the turn that earns it, e.g. the last"
+        )
+    return numbers
+
+
+def check_turn_count(reward: Reward, answers: int) -> None:
+    """Raises `BadReward` unless the reward has one number for each answer of the policy, or none."""
+    if len(reward.turns) not in (0, answers):
+        raise BadReward(
+            f"the reward has {len(reward.turns)} turns, and the policy answered {answers} times: give one number for each "
+            "answer, in the order in which they came, or none at all"
+        )
 
 
 def _as_number(name: object, value: object) -> float:
@@ -88,6 +120,7 @@ def make_result(
         tags = _clean_tags(reward, secrets)
     with _refuse_formless("info"):
         info = encode_info(reward.info, secrets)
+    check_turn_count(reward, recording.turns)
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
@@ -107,6 +140,8 @@ def make_result(
         scored_ns=time.time_ns(),
         tags=tags,
         info=info,
+        turn_rewards=reward.turns or UNSET,
+        branch_turns=recording.branch_turns if recording.turns > 1 else UNSET,
     )
 
 

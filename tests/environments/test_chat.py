@@ -515,6 +515,7 @@ async def test_dialogues_side_by_side_are_branches_of_one_rollout(tiny: ChatTemp
     record = chat.recording()
     assert [branch.ids.tolist() for branch in record.branches] == [[4, 73, 5, 73, 1], [4, 71, 5, 71, 1]]
     assert [branch.versions[-1] for branch in record.branches] == [2, 0]
+    assert record.branch_turns == (((0, 2),), ((1, 2),))  # numbered as they came, not as they were asked
     assert (record.turns, record.completion_tokens, record.prompt_tokens) == (2, 4, 3)
 
 

@@ -12,11 +12,12 @@ import pytest
 
 from telescope.environments.base import Environment
 from telescope.environments.template import ChatTemplate
+from telescope.workers.report import check_reward
 from tests.environments.judge_server import judging
 from tests.environments.playing import played
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = [DOCS / f"{name}.md" for name in ("environments", "multi_turn", "rewards", "judges")]
+PAGES = [DOCS / f"{name}.md" for name in ("environments", "multi_turn", "turn_credit", "rewards", "judges")]
 
 NOT_OVERRIDDEN = ("run_reward",)
 
@@ -48,6 +49,13 @@ async def test_guess_is_told_larger_and_smaller(shown: dict[str, Any], tiny: Cha
         "larger<|assistant|>",
         "smaller<|assistant|>",
     ]
+
+
+async def test_letters_are_rewarded_turn_by_turn(shown: dict[str, Any], tiny: ChatTemplate) -> None:
+    reward, _, record = await played(tiny, shown["Letters"](), "b", "c", "c", index=1)
+    assert reward.turns == (1 / 3, 0.0, 1 / 3)
+    assert record.turns == 3
+    assert check_reward(reward).total == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("answer", ["²", "1" * 5000, "-3", "", "seven"])

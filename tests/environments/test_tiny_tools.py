@@ -13,7 +13,9 @@ import pytest
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from telescope.environments.tasks.look_up import LookUp
+from telescope.environments.template import ChatTemplate
 from tests.environments.conftest import EMBEDDED
+from tests.environments.playing import played
 from tests.environments.tools.talk import Talk
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,28 @@ def test_the_base_half_knows_its_task_and_at_its_best_knows_it(script: Any) -> N
     script.CHECKED = 192
     assert 0.15 < script.play(script.MAKER.policy(model, tokenizer, sample=True))["exact"] < 0.40
     assert script.play(script.MAKER.policy(model, tokenizer, sample=False))["exact"] > 0.9
+
+
+def test_a_call_that_succeeds_earns_its_credit_and_a_wrong_end_gives_it_back() -> None:
+    game = LookUp(call_credit=0.5)
+    assert game.credit_calls(1.0, [True, True]) == (0.5, 0.5)
+    assert game.credit_calls(0.0, [True, True]) == (0.5, -0.5)
+    assert game.credit_calls(1.0, [False, False]) == (0.0, 1.0)
+    assert game.credit_calls(0.0, [False]) == (0.0,)
+    assert game.credit_calls(1.0, [True]) == (1.0,)
+    assert game.credit_calls(0.0, [True, False, True]) == (0.5, -0.5, 0.0)
+
+
+async def test_rewards_by_turn_leave_the_total_as_it_is(tiny: ChatTemplate) -> None:
+    key, value = (lambda prompt: (prompt.facts["key"], prompt.answer))(LookUp().prompts("train")[0])
+    answers = (f"<t>look(key='{key}')</t>", value)
+    plain, _, _ = await played(tiny, LookUp(), *answers)
+    credited, _, record = await played(tiny, LookUp(call_credit=0.5), *answers)
+    assert (plain.total, plain.turns) == (1.0, ())
+    assert (credited.total, credited.turns, record.turns) == (1.0, (0.5, 0.5), 2)
+    assert credited.metrics == plain.metrics
+    wrong, _, _ = await played(tiny, LookUp(call_credit=0.5), answers[0], "a")
+    assert (wrong.total, wrong.turns) == (0.0, (0.5, -0.5))
 
 
 def test_the_card_says_what_was_measured() -> None:

@@ -50,3 +50,15 @@ def test_rewards_that_differ_by_rounding_alone_are_equal():
     assert group.rewards_are_equal
     group.rollouts[0].reward = 0.3 + 1e-9
     assert not group.rewards_are_equal
+
+
+def test_turns_that_differ_are_not_equal_though_their_rollouts_rewards_are():
+    """And the other way round: rollouts that no turn tells apart teach nothing, whatever their rewards."""
+    group = RolloutGroup(5, PromptRef("look_up", "train", 0), returned=False, group_size=3)
+    for rollout, returns in zip(group.rollouts, ((1.0, 0.5), (1.0, 1.0), (1.0,)), strict=True):
+        rollout.status, rollout.reward, rollout.turn_returns = RolloutStatus.DONE, 1.0, returns
+    assert not group.rewards_are_equal
+    group.rollouts[1].turn_returns = (1.0, 0.5 + 1e-15)
+    assert group.rewards_are_equal
+    group.rollouts[1].turn_returns, group.rollouts[1].reward = (1.0,), 0.0
+    assert group.rewards_are_equal  # a second turn that one rollout alone has come to compares with nothing

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import UNSET
 
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import Backend, Job, TrainShard, World
@@ -19,6 +20,7 @@ from telescope.config.sections import ModelSettings, TrainerSettings
 from telescope.environments.base import Environment, Prompt, Reward
 from telescope.environments.chat import Recording, Sampled, TokenChat
 from telescope.environments.template import ChatTemplate
+from telescope.maths import turn_credit
 from telescope.maths.minibatches import denominators
 from telescope.records import TrainItem
 from tests.learning.loop import EOS, LAG, PAD, Server, Spoil
@@ -119,11 +121,20 @@ def learn_turns(
             played = asyncio.run(play_all(environment, drawn, server, max_tokens))
             rewards = np.array([reward.total for reward, _ in played])
             curve.append(float(rewards.mean()))
-            advantages = algorithm.advantages(rewards, groups, group_size=group_size)
-            if spoil is not None:
-                advantages = spoil(advantages.reshape(prompts, group_size), random).reshape(-1)
-            kept = [row for row in range(len(rewards)) if len(set(rewards[groups == groups[row]])) > 1]
-            backend.train_step(_shard(step, kept, [recording for _, recording in played], groups, advantages))
+            recordings = [recording for _, recording in played]
+            returns = find_returns(algorithm, played)
+            counts = np.array([len(numbers) for numbers in returns])
+            places = turn_credit.number_turns(groups, counts)
+            flat = np.concatenate(returns)
+            advantages = np.split(algorithm.advantages(flat, places, group_size=group_size), np.cumsum(counts)[:-1])
+            if spoil is not None:  # whole rollouts alone are spoiled
+                spoiled = spoil(np.concatenate(advantages).reshape(prompts, group_size), random)
+                advantages = [np.array([value]) for value in spoiled.reshape(-1)]
+            differs = {int(place) for place in np.unique(places) if np.ptp(flat[places == place]) > 0}
+            of_rollout = np.split(places, np.cumsum(counts)[:-1])
+            taught = {int(group) for group, own in zip(groups, of_rollout, strict=True) if differs & set(own.tolist())}
+            kept = [row for row in range(len(rewards)) if int(groups[row]) in taught]
+            backend.train_step(_shard(step, kept, recordings, groups, advantages))
             published.append((step, dict(backend.weights())))
         server.load(*published[-1])
     finally:
@@ -131,20 +142,34 @@ def learn_turns(
     return curve
 
 
-def _shard(step: int, kept: list[int], played: list[Recording], groups: np.ndarray, advantages: np.ndarray) -> TrainShard:
+def find_returns(algorithm: Algorithm, played: Sequence[tuple[Reward, Recording]]) -> list[np.ndarray]:
+    """Of each rollout what is compared: its reward, or a return a turn."""
+    found = []
+    for reward, recording in played:
+        rewards = turn_credit.shape_rewards(reward.turns, recording.turns, reward.total)
+        returns = algorithm.turn_returns(rewards)
+        found.append(np.array([reward.total] if returns is None else returns, np.float64))
+    return found
+
+
+def _shard(
+    step: int, kept: list[int], played: list[Recording], groups: np.ndarray, advantages: Sequence[np.ndarray]
+) -> TrainShard:
     """The whole step on one rank: every branch of every kept rollout."""
     items, branches = [], []
     for sequence, row in enumerate(kept):
-        for branch in played[row].branches:
+        own = advantages[row]
+        for branch, turns in zip(played[row].branches, played[row].branch_turns, strict=True):
             items.append(
                 TrainItem(
                     rollout_id=row,
                     group_id=int(groups[row]),
                     sequence=sequence,
                     length=len(branch.ids),
-                    advantage=float(advantages[row]),
+                    advantage=float(own.mean()),
                     sequence_tokens=played[row].completion_tokens,
                     temperature=1.0,
+                    turns=UNSET if len(own) == 1 else tuple((tokens, float(own[turn])) for turn, tokens in turns),
                 )
             )
             branches.append(branch)

@@ -27,7 +27,7 @@ from telescope.backends.common import ranks
 from telescope.backends.fsdp import FSDP
 from telescope.cli import replay_step
 from telescope.cli.replay import main
-from telescope.cli.replay_step import share, together
+from telescope.cli.replay_step import broken_inputs, share, together
 from telescope.config.run import RunConfig, config_hash, dump_run
 from telescope.config.sections import EnvironmentEntry, TrainerSettings
 from telescope.runlog import checkpoints, kept_steps
@@ -102,6 +102,14 @@ def test_an_advantage_that_is_not_a_number_is_named(tmp_path, capsys):
     assert "rollout 102 of group 1 (11 tokens): its advantage is nan" in said
     assert "loss nan, gradient norm nan" in said
     assert "1 of 1 updates had a gradient that is not finite" in said
+
+
+def test_an_advantage_of_a_turn_that_is_not_a_number_is_named_once():
+    shard = make_shard(4)
+    assert list(broken_inputs(shard)) == []
+    wrong = msgspec.structs.replace(shard.items[2], turns=((3, 0.5), (4, math.nan), (4, math.inf)))
+    items = (*shard.items[:2], wrong, *shard.items[3:])
+    assert list(broken_inputs(replace(shard, items=items))) == ["rollout 102 of group 1 (11 tokens): its advantage is nan"]
 
 
 def test_a_step_of_an_earlier_versions_run_is_run_again(tmp_path, capsys):

@@ -293,6 +293,47 @@ async def test_rewards_beyond_a_million_are_refused() -> None:
             check_reward(Reward(value))
 
 
+class TwoTurns(Task):
+    turns: tuple[float, ...] = (0.25, 0.25)
+
+    async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+        await chat.say(*prompt.turns)
+        await chat.say({"role": "user", "content": "again"})
+        return Reward(0.5, turns=self.turns)
+
+
+async def test_rewards_by_turn_travel_with_the_tokens_of_each_turn(template: ChatTemplate) -> None:
+    done, (_, mask, *_) = await play(order(1, 0), loaded(TwoTurns()), PromptCache(template), LIMITS, answering(template, "ba"))
+    assert isinstance(done, RolloutResult)
+    assert (done.reward, done.turn_rewards) == (0.5, (0.25, 0.25))
+    assert done.branch_turns == (((0, 3), (1, 3)),)
+    assert mask.sum() == 6
+    done, _ = await play(order(1, 0), loaded(Task()), PromptCache(template), LIMITS, answering(template, "ba"))
+    assert isinstance(done, RolloutResult)
+    assert not done.turn_rewards
+    assert not done.branch_turns
+
+
+async def test_as_many_rewards_by_turn_as_answers_are_wanted(template: ChatTemplate) -> None:
+    wrong = loaded(TwoTurns(turns=(0.25, 0.0, 0.25)))
+    done, _ = await play(order(1, 0), wrong, PromptCache(template), LIMITS, answering(template, "ba"))
+    assert isinstance(done, RolloutError)
+    assert done.kind == "grader"
+    assert "the reward has 3 turns, and the policy answered 2 times: give one number for each answer" in done.cause
+
+
+def test_rewards_by_turn_add_up_to_the_total_but_for_rounding() -> None:
+    assert check_reward(Reward(0.3, turns=(0.1, np.float32(0.2)))).turns == (0.1, float(np.float32(0.2)))  # type: ignore[arg-type]
+    with pytest.raises(BadReward, match=r"turns add up to 0.5, and its total is 1: they must be the same; give the difference"):
+        check_reward(Reward(1.0, turns=(0.25, 0.25)))
+    with pytest.raises(BadReward, match=r"the reward's turns\[1\] is nan, not a finite number"):
+        check_reward(Reward(1.0, turns=(1.0, math.nan)))
+    with pytest.raises(BadReward, match="the reward's turns are of type float, not a tuple of numbers"):
+        check_reward(Reward(1.0, turns=1.0))  # type: ignore[arg-type]
+    with pytest.raises(BadReward, match="a number of the reward's turns is beyond"):
+        check_reward(Reward(0.0, turns=(2e6, -2e6)))
+
+
 class Turncoat(float):
     """A number that converts to another one."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from telescope.algorithms.base.rollouts import RolloutRules
@@ -33,10 +34,16 @@ class Algorithm(RolloutRules):
         """Whether the gradient flows through `PackedRow.entropy`."""
         return False
 
+    def turn_returns(self, rewards: Sequence[float]) -> Sequence[float] | None:
+        """By what each turn of a rollout is compared with the same turn of the others, from the rewards of its turns; None:
+        whole rollouts are compared."""
+        return None
+
     def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
         """One float64 advantage a rollout [N] from rewards [N] and group numbers [N]; `group_size` as configured.
 
-        The batch is the kept groups and those discarded for equal rewards since the batch before.
+        The batch is the kept groups and those discarded for equal rewards since the batch before. Where `turn_returns` gives
+        numbers, N counts turns: `rewards` are these numbers, and the i-th turns of a group have one group number.
         """
         raise NotImplementedError
 

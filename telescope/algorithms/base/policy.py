@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
@@ -10,7 +10,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from telescope.algorithms.base.algorithm import Algorithm
 from telescope.algorithms.base.corrections import SHIPPED, Correction, Tis, read_list
 from telescope.algorithms.base.row import LossOutput, PackedRow, TokenLosses, one_a_token
-from telescope.maths import divergences, metrics, ratios
+from telescope.maths import divergences, metrics, ratios, turn_credit
 from telescope.maths.advantages import Groups
 from telescope.maths.aggregation import Aggregation, aggregate
 from telescope.maths.divergences import Estimator
@@ -37,6 +37,12 @@ class PolicyLoss(Algorithm):
 
     advantage_norm: AdvantageNorm = "group"
     """What rewards minus their group's mean are divided by: the standard deviation of the group, of the batch, or nothing."""
+    credit: Literal["rollout", "turn"] = "rollout"
+    """Whether all tokens of a rollout share one advantage, or each turn has its own: its return (turn_discount) against that of
+    the same turn in the group's other rollouts. Environments may give rewards by turn; what they don't is the last turn's."""
+    turn_discount: float = Field(default=1.0, ge=0, le=1)
+    """With credit=turn: what a reward counts for the turn before it. 1: all that follows counts in full; 0: a turn's own
+    reward alone."""
     use_ppo_clip: bool = False
     """PPO's clipped surrogate. Only where the algorithm brings no ratio of its own."""
     ppo_clip_ref_logprobs: Literal["rollout", "batch"] | None = None
@@ -106,6 +112,9 @@ class PolicyLoss(Algorithm):
     @property
     def trains_entropy(self) -> bool:
         return self.entropy_coef > 0
+
+    def turn_returns(self, rewards: Sequence[float]) -> Sequence[float] | None:
+        return turn_credit.compute_returns(rewards, self.turn_discount) if self.credit == "turn" else None
 
     def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
         """By `advantage_norm`; see docs/algorithms.md."""
@@ -217,6 +226,17 @@ class PolicyLoss(Algorithm):
                 f"advantage_norm={self.advantage_norm} would make {type(self).__name__} another algorithm: "
                 f"use {' or '.join(self.norms)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _credit_is_allowed(self) -> Self:
+        if self.credit == "turn" and not self.weighted:
+            raise ValueError(
+                f"credit=turn is not possible with {type(self).__name__}, whose loss is one a sequence, with one advantage: "
+                "leave credit=rollout, or take another algorithm"
+            )
+        if self.credit == "rollout" and self.turn_discount != 1.0:
+            raise ValueError(f"turn_discount={self.turn_discount} does nothing with credit=rollout: set credit=turn")
         return self
 
     @model_validator(mode="after")

@@ -119,10 +119,11 @@ def _write_head(recomputer: Recomputer | None) -> str:
 def _list_tokens(row: Mapping[str, Any], decode: Decode, sampled_only: bool, found: np.ndarray | None) -> Iterator[str]:
     second = [math.nan] * len(row["logprobs"]) if found is None else found.tolist()
     sampled = zip(row["versions"], row["logprobs"], second, strict=True)
-    advantage = 0.0 if row.get("filtered") else row["advantage"]
+    advantages = iter(list_advantages(row))
     for at, (token, mask) in enumerate(zip(row["ids"], row["mask"], strict=True)):
         if mask:
             version, logprob, other = next(sampled)
+            advantage = next(advantages)
             beside = "" if found is None else _write_beside(logprob, other)
             numbers = f"{version:>7} {logprob:>10.5f}{beside} {advantage:>+10.4f}"
         elif sampled_only:
@@ -131,6 +132,14 @@ def _list_tokens(row: Mapping[str, Any], decode: Decode, sampled_only: bool, fou
             beside = "" if found is None else _write_beside(math.nan, math.nan)
             numbers = f"{'·':>7} {'·':>10}{beside} {'·':>10}"
         yield f"{at:>6} {token:>7} {mask:>4} {numbers}  {_shorten(decode(token))}"
+
+
+def list_advantages(row: Mapping[str, Any]) -> list[float]:
+    """Of the row's sampled tokens in order: the rollout's, or that of the turn which a token belongs to."""
+    if row.get("filtered"):
+        return [0.0] * sum(row["mask"])
+    turns = row.get("turns") or [[sum(row["mask"]), row["advantage"]]]
+    return [advantage for tokens, advantage in turns for _ in range(tokens)]
 
 
 def _write_beside(logprob: float, other: float) -> str:

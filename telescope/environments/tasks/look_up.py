@@ -5,12 +5,12 @@ the tool can tell: without it nothing but luck (1 in 10,000) is right.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from telescope.environments.base import LazyPrompts, Prompt, Reward
+from telescope.environments.base import LazyPrompts, Prompt, Reward, Turn
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
 from telescope.environments.tools.call_parsers import CallFormat
@@ -25,6 +25,8 @@ class Page(ToolState):
 
     key: str
     value: str
+    found: list[bool] = field(default_factory=list)
+    """By answer: whether the tool had told the value once it was read."""
 
 
 class LookUp(ToolEnvironment):
@@ -49,6 +51,9 @@ class LookUp(ToolEnvironment):
     """The user's message."""
     tool_there: bool = True
     """False takes the tool away, for a control: nobody can then know the answer."""
+    call_credit: float = Field(default=0.0, ge=0, le=1)
+    """With algorithm.credit=turn: so much of the reward is earned by the call that succeeds, and what it is wrong by in the end
+    is the last answer's. The total stays the same. 0: all of it is the last answer's."""
     num_train: int = Field(default=100_000, ge=1)
     """Prompts of the train split."""
     num_eval: int = Field(default=512, ge=1)
@@ -89,6 +94,18 @@ class LookUp(ToolEnvironment):
     def format_error(self, name: str, error: str) -> str:
         return "?" if self.tool_prompt == "none" else super().format_error(name, error)
 
+    async def reply(self, state: Page, answer: str) -> Sequence[Turn]:
+        turns = await super().reply(state, answer)
+        state.found.append(state.successes > 0)
+        return turns
+
     def reward(self, prompt: Prompt, state: Page) -> Reward:
         exact = float(state.final_answer.strip() == prompt.answer)
-        return Reward(exact, {"exact": exact, "asked_the_tool": float(state.successes > 0)})
+        metrics = {"exact": exact, "asked_the_tool": float(state.successes > 0)}
+        return Reward(exact, metrics, turns=self.credit_calls(exact, state.found) if self.call_credit else ())
+
+    def credit_calls(self, total: float, found: Sequence[bool]) -> tuple[float, ...]:
+        """Rewards by turn, `call_credit` for the answer whose call succeeds: with 0.5 a right answer after it is (0.5, 0.5),
+        a wrong one (0.5, -0.5). A difference of potentials, which changes no total (Ng, Harada and Russell, 1999)."""
+        earned = [self.call_credit * told for told in found[:-1]]
+        return tuple(after - before for before, after in zip((0.0, *earned), (*earned, total), strict=True))

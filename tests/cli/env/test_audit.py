@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from telescope.algorithms.rloo import RLOO
 from telescope.cli.env import main
-from telescope.cli.env.audit import NothingToShow, Recomputer, choose
+from telescope.cli.env.audit import NothingToShow, Recomputer, choose, list_advantages
 from telescope.cli.env.check_policies import load_model
 from telescope.compose.load import load_points, places_for
 from telescope.config.models import EMBEDDED
@@ -92,6 +92,14 @@ def test_the_audit_prints_every_token_of_every_branch(run: RunDirectory, capsys:
     ]
     assert lines[9].startswith("step 60  group 2  rollout 20  branch 1: 6 tokens")
     assert lines[15].split() == ["4", "72", "1", "10", "-2.00000", "+1.0000", "'b'"]
+
+
+def test_each_token_is_printed_with_the_advantage_of_its_turn() -> None:
+    row = {"mask": [0, 1, 1, 0, 1], "advantage": 0.5, "turns": [[2, 1.0], [1, -0.5]], "filtered": []}
+    assert list_advantages(row) == [1.0, 1.0, -0.5]
+    assert list_advantages({**row, "turns": []}) == [0.5, 0.5, 0.5]
+    assert list_advantages({key: value for key, value in row.items() if key != "turns"}) == [0.5, 0.5, 0.5]  # an older run
+    assert list_advantages({**row, "filtered": ["overlong"]}) == [0.0, 0.0, 0.0]
 
 
 def test_the_audit_shows_a_step_or_else_the_latest_and_may_leave_prompts_out(
