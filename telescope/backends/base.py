@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from telescope.algorithms.base import Algorithm
+    from telescope.config.models import ModelCounts
     from telescope.config.sections import ModelSettings, TrainerSettings
     from telescope.maths.memory import ModelShape, TrainerMemory
 
@@ -199,15 +200,18 @@ class BackendSettings(Settings):
 
     trains_adapters: ClassVar[bool] = False
     """Whether it knows model.lora."""
+    fills_rows: ClassVar[bool] = False
+    """Whether it fills up by itself a row that `ranks_a_row` ranks can't share evenly."""
 
     def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
         """What of these settings can't be in a run of so many ranks: paths of these settings, and a sentence with the remedy.
         `adapters`: model.lora is given; `on_cpu`: the run was told to use no GPU."""
         yield from ()
 
-    def model_errors(self, *, layers: int) -> Iterator[tuple[tuple[str, ...], str]]:
-        """What of these settings can't be with a model of so many layers, as in `run_errors`. Asked as soon as somebody knows
-        the model: at the command line where its config.json lies here, in planning, else at a rank's start."""
+    def model_errors(self, counts: ModelCounts) -> Iterator[tuple[tuple[str, ...], str]]:
+        """What of these settings can't be with a model of so many layers, heads and experts, as in `run_errors`. Asked as soon
+        as somebody knows the model: at the command line where its config.json lies here, in planning, else at a rank's
+        start."""
         yield from ()
 
     def find_obstacles(
@@ -225,9 +229,10 @@ class BackendSettings(Settings):
         return 1
 
     @property
-    def cuts_rows(self) -> bool:
-        """Whether each of `ranks_a_shard` ranks holds a part of each row; false: they hold parts of the model."""
-        return True
+    def ranks_a_row(self) -> int:
+        """Of `ranks_a_shard`, those that share each row, an equal part of its tokens each; the others hold parts of the
+        model."""
+        return 1
 
     def rank_memory(
         self, shape: ModelShape, model: ModelSettings, trainer: TrainerSettings, *,

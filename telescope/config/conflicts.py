@@ -14,7 +14,7 @@ from pathlib import Path
 from telescope.config import plugins, vllm_arguments
 from telescope.config.evals import find_mistakes
 from telescope.config.free_text import find_literal_secrets
-from telescope.config.models import attention_heads, layers
+from telescope.config.models import read_counts
 from telescope.config.precision import refuse_training_dtype, warn_of_training_dtype
 from telescope.config.run import RunConfig
 from telescope.config.sections import WeightSyncSettings
@@ -210,28 +210,12 @@ def _processes(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _shared_rows(config: RunConfig) -> Iterator[Conflict]:
-    if not config.backend.cuts_rows:
-        return
-    size, ranks, padding = config.backend.ranks_a_shard, config.cluster.trainer_num_workers, config.trainer.pad_to_multiple_of
-    if ranks % size:
-        yield Conflict(
-            ("backend.context_parallel_size", "cluster.trainer_num_workers"),
-            f"backend.context_parallel_size={size} must divide cluster.trainer_num_workers={ranks}: so many ranks share each "
-            f"packed row; set cluster.trainer_num_workers={-(-ranks // size) * size}, or backend.context_parallel_size=1",
-        )
-    if padding % size:
+    size, padding = config.backend.ranks_a_row, config.trainer.pad_to_multiple_of
+    if padding % size and not config.backend.fills_rows:
         yield Conflict(
             ("trainer.pad_to_multiple_of", "backend.context_parallel_size"),
             f"trainer.pad_to_multiple_of={padding} must be a multiple of backend.context_parallel_size={size}, as each packed "
             f"row is cut into so many equal parts: set trainer.pad_to_multiple_of={-(-padding // size) * size}",
-        )
-    heads = attention_heads(config.model.name) if size > 1 else None
-    if heads is not None and heads % size:
-        fits = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-        yield Conflict(
-            ("backend.context_parallel_size", "model.name"),
-            f"backend.context_parallel_size={size} must divide the {heads} attention heads of model.name={config.model.name}: "
-            f"set it to one of {fits}",
         )
 
 
@@ -441,9 +425,9 @@ def _backend(config: RunConfig) -> Iterator[Conflict]:
         ranks=cluster.trainer_num_workers, adapters=config.model.lora is not None, on_cpu=cluster.device == "cpu"
     )
     yield from (Conflict(paths, sentence) for paths, sentence in found)
-    known = layers(config.model.name)
-    if known is not None:
-        yield from (Conflict(paths, sentence) for paths, sentence in config.backend.model_errors(layers=known))
+    counts = read_counts(config.model.name)
+    if counts is not None:
+        yield from (Conflict(paths, sentence) for paths, sentence in config.backend.model_errors(counts))
 
 
 def _checkpoints(config: RunConfig) -> Iterator[Conflict]:

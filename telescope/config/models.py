@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from telescope.config.words import ConfigProblem, did_you_mean
+from telescope.maths.memory import EXPERTS
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -286,14 +289,30 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def attention_heads(name: str) -> int | None:
-    """Query heads of an embedded or local model by its config.json; None where that can't be told here."""
-    return _own_count(name, "num_attention_heads")
+@dataclass(frozen=True)
+class ModelCounts:
+    """What of a model a backend's settings have to go with; None: not known."""
+
+    layers: int
+    heads: int | None = None
+    key_heads: int | None = None
+    experts: int = 0
+    """Of each layer that has some; 0: no layer has."""
 
 
-def layers(name: str) -> int | None:
-    """Layers of an embedded or local model by its config.json; None where that can't be told here."""
-    return _own_count(name, "num_hidden_layers")
+def read_counts(name: str) -> ModelCounts | None:
+    """Of an embedded or local model by its config.json; None where that can't be told here."""
+    own = _own_config(name)
+    layers, heads = (_count(own, key) for key in ("num_hidden_layers", "num_attention_heads"))
+    if layers is None:
+        return None
+    experts = next((found for key in EXPERTS if (found := _count(own, key))), 0)
+    return ModelCounts(layers, heads, _count(own, "num_key_value_heads") or heads, experts)
+
+
+def write_divisors(number: int) -> str:
+    """Of 4: `1, 2, 4`."""
+    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
 
 
 def positions(name: str) -> int | None:
@@ -307,8 +326,8 @@ def positions(name: str) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _own_count(name: str, key: str) -> int | None:
-    found = _own_config(name).get(key)
+def _count(config: Mapping[str, Any], key: str) -> int | None:
+    found = config.get(key)
     return found if isinstance(found, int) and found > 0 else None
 
 

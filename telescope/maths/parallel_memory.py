@@ -1,37 +1,41 @@
-"""Bytes of a trainer rank whose model is cut by tensor and pipeline parallelism: what memory.py is for ranks that spread whole
-weights.
+"""Bytes of a trainer rank whose model is cut by tensor and pipeline parallelism, and its rows by context parallelism: what
+memory.py is for ranks that spread whole weights.
 
 Owns which part of a layer each of the ranks holds. Refuses settings, files and cards.
 """
 
 from __future__ import annotations
 
+import math
+
 from telescope.maths.memory import Checkpointing, ModelShape, TrainerMemory, layer_activation_bytes
 
 
 def parallel_memory(
-    shape: ModelShape, *, tensor: int, models: int, spread_sequence: bool, spread_moments: bool, row_tokens: int, chunk: int,
+    shape: ModelShape, *, tensor: int, copies: int, spread_sequence: bool, spread_moments: bool, row_tokens: int, chunk: int,
     weight_bytes: int = 4, compute_bytes: int = 2, gradient_bytes: int = 4, checkpointing: Checkpointing = True,
     reference: bool = False, handed_bytes: int = 0, layers: int | None = None, begins: bool = True, ends: bool = True,
-    rows_held: float = 1.0,
+    rows_held: float = 1.0, sharing: int = 1,
 ) -> TrainerMemory:  # fmt: skip
-    """One of `tensor` ranks that hold a model together, or a stage of it, of which there are `models`, with AdamW.
+    """One of `tensor` ranks that hold a model together, or a stage of it, with AdamW. There are `copies` ranks with equal parts
+    of it. `sharing` ranks share each row of `row_tokens`.
 
     `layers` of the stage, None: all; `begins`: the embedding is here, `ends`: the last norm and the head are; `rows_held`: rows
     whose activations wait for their way back.
 
     `spread_sequence`: norms and residuals are cut along the row, too; `spread_moments`: weights that are updated, and moments,
-    over the models; `gradient_bytes`: of one in the buffer that they are added up in. The rest as in `trainer_memory`.
+    over the copies; `gradient_bytes`: of one in the buffer that they are added up in. The rest as in `trainer_memory`.
     docs/internals/planner.md derives each term.
     """
     count = shape.layers if layers is None else layers
     held = rank_parameters(shape, tensor, layers=count, begins=begins, ends=ends)
-    updated = -(-held // models) if spread_moments else held
+    updated = -(-held // copies) if spread_moments else held
     apart = compute_bytes != weight_bytes
     head = shape.embedding_parameters // tensor if ends else 0
     cut = tensor if spread_sequence else 1
+    row_tokens = -(-row_tokens // sharing)
     chunk = min(chunk, row_tokens)
-    everything = parallel_activation_bytes(shape, compute_bytes, tensor, spread_sequence=spread_sequence)
+    everything = parallel_activation_bytes(shape, compute_bytes, tensor, spread_sequence=spread_sequence, sharing=sharing)
     entering = compute_bytes * shape.hidden // cut
     products = _product_bytes(shape, compute_bytes, tensor, entering)
     little = {False: everything, "selective": products}.get(checkpointing, entering)
@@ -66,14 +70,21 @@ def rank_parameters(shape: ModelShape, tensor: int, *, layers: int, begins: bool
     return layers * layer_norms + shape.hidden * ends + -(-cut // tensor)
 
 
-def parallel_activation_bytes(shape: ModelShape, compute_bytes: int, tensor: int, *, spread_sequence: bool) -> int:
-    """What one layer keeps for its backward pass on one of `tensor` ranks, for one token of the row.
+def parallel_activation_bytes(
+    shape: ModelShape, compute_bytes: int, tensor: int, *, spread_sequence: bool, sharing: int = 1
+) -> int:  # fmt: skip
+    """What one layer keeps for its backward pass on one of `tensor` ranks, for one token that the rank has of a row which
+    `sharing` ranks share.
 
     As `layer_activation_bytes`, without the activated gate: megatron-core computes it again. All but the two norms is cut;
-    these, too, where the sequence is. A test compares it with the tensors that layers save.
+    these, too, where the sequence is. Ranks that share a row keep attention's output as it is computed and as it comes back to
+    its tokens, and key heads as often as `sharing` needs them. A test compares it with the tensors that layers save.
     """
     norms = 2 * (4 * (shape.hidden + 1) + 2 * compute_bytes * shape.hidden)
     rest = layer_activation_bytes(shape, compute_bytes) - norms - compute_bytes * shape.intermediate
+    if sharing > 1:
+        groups = max(1, shape.kv_heads // tensor)
+        rest += compute_bytes * (shape.query + 2 * shape.key * (math.lcm(groups, sharing) // groups - 1))
     return norms // (tensor if spread_sequence else 1) + rest // tensor
 
 

@@ -78,7 +78,7 @@ def assume_latencies(config: RunConfig, shape: ModelShape, card: GpuCard, comple
         shape=shape,
         completion_tokens=lognormal(mean, SIGMA, most),
         prompt_tokens=lognormal(min(PROMPT_TOKENS, config.inference.max_model_len / 4), 0.3, config.inference.max_model_len),
-        row_tokens=config.trainer.seq_len // (config.backend.ranks_a_shard if config.backend.cuts_rows else 1),
+        row_tokens=config.trainer.seq_len // config.backend.ranks_a_row,
         ranks=config.cluster.trainer_num_workers,
         kv_tokens=kv_tokens(config, shape, card),
         max_seqs=max_seqs(config, "gpu"),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from telescope.config.models import model_path
+from telescope.config.models import ModelCounts, model_path
 from telescope.config.run import RunConfig
 from telescope.inference.main import lanes
 from telescope.inference.vllm.options import CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS
@@ -148,8 +148,12 @@ def estimate_rank(
 def check_model(config: RunConfig, shape: ModelShape) -> None:
     """Raises `PlanRefused` where the backend's settings can't be with a model of this shape: of one that lies elsewhere it is
     not known earlier."""
-    for _, sentence in config.backend.model_errors(layers=shape.layers):
+    for _, sentence in config.backend.model_errors(_counts(shape)):
         raise PlanRefused(sentence)
+
+
+def _counts(shape: ModelShape) -> ModelCounts:
+    return ModelCounts(shape.layers, shape.heads, shape.kv_heads)
 
 
 def check_memory(config: RunConfig, shape: ModelShape, card: GpuCard) -> None:
@@ -206,7 +210,7 @@ def _remedy(config: RunConfig, shape: ModelShape, card: GpuCard) -> str:
             break
     if (fewest := find_fewest_again(config, shape, card.memory)) is not None:
         found.append(write_settings(fewest))
-    for name, value in (*REMEDIES, *_finer_cuts(shape)):
+    for name, value in (*REMEDIES, *_finer_cuts(config, shape)):
         changed = _with(config, {name: value})
         if changed is not None and _fits(changed, shape, card.memory):
             found.append(write_settings({name: value}))
@@ -256,9 +260,11 @@ def write_settings(settings: Mapping[str, object]) -> str:
     return " ".join(f"backend.{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items())
 
 
-def _finer_cuts(shape: ModelShape) -> Iterator[tuple[str, int]]:
-    """Of the model over ranks that are there, for a backend that cuts it; not each of them can be."""
+def _finer_cuts(config: RunConfig, shape: ModelShape) -> Iterator[tuple[str, int]]:
+    """Of the model or its rows over ranks that are there, for a backend that cuts them; not each of them can be."""
     for size in (2, 4, 8):
+        if config.trainer.pad_to_multiple_of % size == 0 or config.backend.fills_rows:
+            yield "context_parallel_size", size
         if shape.kv_heads % size == 0 and shape.intermediate % size == 0:
             yield "tensor_parallel_size", size
         yield "pipeline_parallel_size", size
@@ -274,7 +280,7 @@ REMEDIES: tuple[tuple[str, bool | str], ...] = (
 
 def _fits(config: RunConfig, shape: ModelShape, room: int) -> bool:
     """Whether the backend can be with the model, and a rank of it takes no more than `room` bytes."""
-    if any(True for _ in config.backend.model_errors(layers=shape.layers)):
+    if any(True for _ in config.backend.model_errors(_counts(shape))):
         return False
     rank = estimate_rank(config, shape)
     return rank is not None and rank.needed <= room

@@ -54,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
     "mistral": {"tie_word_embeddings": False, "sliding_window": 6},
+    "llama few": {"tie_word_embeddings": False, "num_key_value_heads": 2},
     "experts": {"seed": 4, "num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [1]},
     "experts tied": {
         "seed": 2, "num_experts": 8, "num_hidden_layers": 3, "decoder_sparse_step": 2, "norm_topk_prob": False,
@@ -94,7 +95,8 @@ class Case:
     replayed: bool = False
     """Four of five tokens go to experts that were recorded."""
     missing: str = ""
-    """A sum of gradients that is left out: over the ranks of a model as megatron-core calls it, or `EXPERTS`."""
+    """A sum of gradients that is left out: over the ranks of a model as megatron-core calls it, or `EXPERTS`, or `ROWS`: over
+    the parts of rows."""
 
     @property
     def tensor_size(self) -> int:
@@ -104,13 +106,19 @@ class Case:
     def stages(self) -> int:
         return int(self.settings.get("pipeline_parallel_size", 1))
 
+    @property
+    def stage_ranks(self) -> int:
+        """Of one stage of a model, whether they have other parts of its matrices or of each row."""
+        return self.tensor_size * int(self.settings.get("context_parallel_size", 1))
+
     def share(self, rank: int) -> list[int]:
         """Trajectories of a rank."""
-        model = self.tensor_size * self.stages
+        model = self.stage_ranks * self.stages
         return (self.shares or SHARES[self.ranks // model])[rank // model]
 
 
 TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
+CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
 EP2, EP4 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}
 PP2, PP4 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 4}
 ROUND = {"virtual_pipeline_size": 2}
@@ -178,13 +186,42 @@ CASES = {
     "PP 2, DP 2, whole moments, overlapped": Case(4, settings=PP2 | WHOLE_MOMENTS | OVERLAPPED),
     "PP 2, DP 2, round, overlapped": Case(4, "qwen3 deep", PP2 | ROUND | OVERLAPPED, algorithm=ALL_PENALTIES),
     "PP 2, DP 2, an empty share": Case(4, settings=PP2, shares=([0, 3, 1, 2, 6, 7, 5, 4], [])),
+    "CP 2": Case(2, settings=CP2),
+    "CP 2, one row": Case(2, settings=CP2, seq_len=256),
+    "CP 2, whole moments, selective": Case(2, "llama", CP2 | WHOLE_MOMENTS | {"gradient_checkpointing": "selective"}),
+    "CP 2, overlapped, in buckets, windows": Case(
+        2, "mistral", CP2 | OVERLAPPED | {"gradient_checkpointing": True}, bucket_size=1500
+    ),
+    "CP 2, mixed temperatures, cut": Case(2, settings=CP2, support=CUT, temperatures=MIXED, algorithm=ALL_PENALTIES),
+    "CP 4, untied": Case(4, "qwen3 untied", CP4),
+    "CP 4, fewer key heads": Case(4, "llama few", CP4 | {"gradient_checkpointing": "full"}),
+    "CP 2, TP 2": Case(4, settings=CP2 | TP2),
+    "CP 2, TP 2, fewer key heads": Case(4, "llama few", CP2 | TP2 | {"gradient_checkpointing": "selective"}),
+    "CP 2, TP 2, whole rows, penalties": Case(4, "qwen2", CP2 | TP2 | WHOLE_ROWS, algorithm=ALL_PENALTIES),
+    "CP 2, DP 2, 2 minibatches": Case(
+        4, settings=CP2, algorithm=VARIANTS["sapo token mean, TIS"], minibatches=(4, 4)
+    ),
+    "CP 2, DP 2, whole moments, an empty share": Case(
+        4, settings=CP2 | WHOLE_MOMENTS, shares=([0, 3, 1, 2, 6, 7, 5, 4], [])
+    ),
+    "CP 2, PP 2": Case(4, settings=CP2 | PP2),
+    "CP 2, PP 2, round, windows": Case(4, "qwen3 deep windows", CP2 | PP2 | ROUND | OVERLAPPED, algorithm=ALL_PENALTIES),
+    "CP 2, experts": Case(2, "experts", CP2 | {"gradient_checkpointing": "full"}),
+    "CP 2, EP 2, experts": Case(2, "experts", CP2 | EP2),
+    "CP 2, TP 2, EP 4, experts": Case(4, "experts tied", CP2 | TP2 | EP4),
+    "CP 2, TP 2, EP 2, experts, replayed": Case(
+        4, "experts", CP2 | TP2 | EP2 | {"gradient_checkpointing": "full"}, algorithm=ALL_PENALTIES, replayed=True
+    ),
 }  # fmt: skip
+ROWS = "rows"
 EXPERTS, NORMS, EMBEDDING = "experts", "_allreduce_non_tensor_model_parallel_grads", "_allreduce_word_embedding_grads"
 PLANTED = {
     "TP 2": Case(2, settings=TP2, missing=NORMS),
     "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS, missing=NORMS),
     "TP 2, experts": Case(2, "experts", TP2, missing=EXPERTS),
     "PP 2": Case(2, settings=PP2, missing=EMBEDDING),
+    "CP 2": Case(2, settings=CP2, missing=ROWS),
+    "CP 2, TP 2": Case(4, settings=CP2 | TP2, missing=ROWS),
 }
 OWN_NORMS = Case(2, settings=PP2)
 """Each stage takes the norm of its own gradients."""
@@ -202,10 +239,10 @@ def models(folder: Path) -> dict[str, str]:
                 made[name] = random_experts(place, **given)
             case _:
                 made[name] = random_other(place, kind, **given)
-    for kind in KEEPING:
+    for kind, changes in KEEPING.items():
         for layers in (1, 3):
             make_one = random_model if kind == "qwen3" else partial(random_other, kind=kind)
-            make_one(keeping_model(folder, kind, layers), **SIZES, head_dim=8, num_hidden_layers=layers)
+            make_one(keeping_model(folder, kind, layers), **{**SIZES, "head_dim": 8, "num_hidden_layers": layers, **changes})
     return made
 
 
@@ -255,8 +292,8 @@ def run(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
     weights, packed = dict(backend.weights()), pack_all(backend, rank)
     np.save(folder / f"{name}-{rank}.npy", plain)
     (folder / f"{name}-{rank}.json").write_bytes(msgspec.json.encode(result.metrics))
-    if rank < case.tensor_size * case.stages and rank % case.tensor_size == 0:
-        torch.save(backend.updates[-1], folder / f"{name}-gradients-{rank // case.tensor_size}.pt")
+    if rank < case.stage_ranks * case.stages and rank % case.stage_ranks == 0:
+        torch.save(backend.updates[-1], folder / f"{name}-gradients-{rank // case.stage_ranks}.pt")
     if rank == 0:
         torch.save({"weights": weights, "packed": packed, "begun": begun}, folder / f"{name}.pt")
     backend.close()
@@ -279,6 +316,8 @@ def pack_all(backend: Any, rank: int) -> dict[str, torch.Tensor]:
 def planted(name: str, case: Case, model: str, rank: int, folder: Path) -> None:
     if case.missing == EXPERTS:
         left_out: Any = mock.patch.object(DistributedDataParallel, "finish_grad_sync", without_experts)
+    elif case.missing == ROWS:
+        left_out = mock.patch.object(DistributedDataParallel, "finish_grad_sync")
     else:
         left_out = mock.patch(f"megatron.core.distributed.finalize_model_grads.{case.missing}", return_value=None)
     with left_out:
@@ -312,6 +351,9 @@ RESUMED = {
     "PP 2, DP 2, half": Case(4, settings=PP2 | HALF),
     "EP 2, TP 2, DP 2, experts": Case(4, "experts", EP2 | TP2),
     "EP 2, half, experts": Case(2, "experts", EP2 | HALF),
+    "CP 2, TP 2": Case(4, settings=CP2 | TP2),
+    "CP 2, PP 2, half": Case(4, settings=CP2 | PP2 | HALF),
+    "CP 2, whole moments": Case(2, settings=CP2 | WHOLE_MOMENTS),
     "1": Case(1),
 }
 """Each goes on from its own checkpoint."""
@@ -320,11 +362,15 @@ MOVED = {
     "PP 2 of four": ("TP 2, DP 2", Case(2, settings=PP2)),
     "1 of two stages": ("PP 2, TP 2", Case(1)),
     "EP 2 of four": ("EP 2, TP 2, DP 2, experts", Case(2, "experts", EP2)),
+    "CP 2 of four": ("TP 2, DP 2", Case(2, settings=CP2)),
+    "1 of shared rows": ("CP 2, TP 2", Case(1)),
+    "TP 2 of shared rows": ("CP 2, TP 2", Case(2, settings=TP2)),
 }
 """Each goes on from the checkpoint of one of `RESUMED`, by its name, which has four ranks."""
 OF_FSDP = {
     "TP 2": Case(2, settings=TP2),
     "PP 2": Case(2, settings=PP2),
+    "CP 2": Case(2, settings=CP2),
     "EP 2, TP 2, experts": Case(2, "experts", EP2 | TP2),
 }
 """Each goes on from a checkpoint of FSDP, which lies in the folder before the ranks begin."""
@@ -370,10 +416,18 @@ def store(file: Path, backend: Any, metrics: list[dict[str, float]], rank: int) 
         torch.save({"metrics": metrics, "weights": weights}, file)
 
 
-KEPT = {"1": Case(1), "TP 2": Case(2, settings=TP2), "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS)}
+KEPT = {
+    "1": Case(1),
+    "TP 2": Case(2, settings=TP2),
+    "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS),
+    "CP 2": Case(2, settings=CP2),
+    "CP 2, TP 2": Case(4, settings=CP2 | TP2),
+}
 """Whose layers are asked what they keep for their backward pass, in models of one and of three layers of each of `KEEPING`."""
-KEEPING = ("qwen3", "qwen2")
+KEEPING: dict[str, dict[str, Any]] = {"qwen3": {}, "qwen2": {}, "llama": {"num_key_value_heads": 2}}
+"""The last one's key heads are fewer than four ranks need."""
 KEPT_TOKENS = 64
+"""Of a row that ranks share each has so many."""
 
 
 def keeping_model(folder: Path, kind: str, layers: int) -> Path:
@@ -394,9 +448,11 @@ def count_kept(name: str, case: Case, kind: str, layers: int, rank: int, folder:
             kept[storage.data_ptr()] = storage  # held, so that no address is used twice
         return tensor
 
-    ids, row = torch.zeros(1, KEPT_TOKENS, dtype=torch.int64), np.array([0, KEPT_TOKENS])
+    context = backend._parallel.context
+    ids = torch.zeros(1, KEPT_TOKENS, dtype=torch.int64)
+    row = np.array([0, KEPT_TOKENS * (1 if context is None else context.size)])
     cos, sin = policy._rotation(torch.empty(0, dtype=torch.bfloat16), torch.arange(KEPT_TOKENS)[None])
-    told = AttentionRow(qkv_format="sbhd", segments=attention.segments(policy.kind, row, "cpu"), cos=cos, sin=sin)
+    told = AttentionRow(qkv_format="sbhd", segments=attention.segments(policy.kind, row, "cpu", context), cos=cos, sin=sin)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         policy.passed(0, ParallelRow(ids, told, ids[0], ids[0], 1.0), None)
     if rank == 0:

@@ -39,6 +39,7 @@ from tests.backends.megatron_ranks import (
     OWN_NORMS,
     PLANTED,
     RESUMED,
+    ROWS,
     SHARES,
     Case,
     keeping_model,
@@ -57,7 +58,7 @@ CLOSE = 1e-5
 """‖g − g′‖ / ‖g‖ of each parameter's gradient."""
 SAME = ("loss", "grad_norm", "entropy", "kl_divergence_inference", "trained_tokens", "packed_tokens", "learning_rate")
 """Metrics that do not depend on rows and ranks."""
-WORST = {NORMS: "norm.weight", EMBEDDING: "embed_tokens.weight", EXPERTS: ".mlp.experts."}
+WORST = {NORMS: "norm.weight", EMBEDDING: "embed_tokens.weight", EXPERTS: ".mlp.experts.", ROWS: "weight"}
 """In whose name what is missing is found, by the sum that is left out."""
 Tensors = dict[str, torch.Tensor]
 
@@ -202,7 +203,7 @@ def test_a_tied_embedding_stays_alike_on_two_stages(folder: Path, name: str, pai
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
-@pytest.mark.parametrize("name", ["TP 2, DP 2", "PP 2, TP 2"])
+@pytest.mark.parametrize("name", ["TP 2, DP 2", "PP 2, TP 2", "CP 2, TP 2"])
 def test_an_export_holds_the_weights_that_four_ranks_have_saved(folder: Path, name: str):
     saved, exported = torch.load(folder / f"saved {name}.pt")["weights"], read(folder, f"saved {name}")
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
@@ -313,10 +314,13 @@ def test_part_of_a_shard_is_what_the_ranks_take():
 @pytest.mark.parametrize("kind", KEEPING)
 @pytest.mark.parametrize("name", KEPT)
 def test_a_layer_keeps_for_its_backward_pass_what_planning_says(folder: Path, name: str, kind: str):
-    """Of two more layers, by autograd's own account; sdpa on a CPU copies its output once more."""
+    """Of two more layers, by autograd's own account; sdpa on a CPU copies its output once more, as does the way back to tokens
+    where ranks share rows, which then takes the copy."""
     case = KEPT[name]
     shape = shape_from(json.loads((keeping_model(folder, kind, 3) / "config.json").read_text()))
     one, three = (int((folder / f"kept {name} {kind} {layers}").read_text()) for layers in (1, 3))
     spread = case.settings.get("sequence_parallel", case.tensor_size > 1)
-    told = parallel_activation_bytes(shape, 2, case.tensor_size, spread_sequence=spread)
-    assert (three - one) / 2 / KEPT_TOKENS == told + 2 * shape.query // case.tensor_size
+    sharing = case.stage_ranks // case.tensor_size
+    told = parallel_activation_bytes(shape, 2, case.tensor_size, spread_sequence=spread, sharing=sharing)
+    copied = 0 if sharing > 1 else 2 * shape.query // case.tensor_size
+    assert (three - one) / 2 / KEPT_TOKENS == told + copied

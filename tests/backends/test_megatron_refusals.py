@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed here
 from telescope.backends import megatron
 from telescope.backends.common.models import UnfitModel
 from telescope.backends.megatron import Megatron, architecture
+from telescope.config.models import ModelCounts
 from tests.backends.models import random_experts, random_model, random_other
 from tests.backends.shards import make_job
 
@@ -87,9 +88,45 @@ def test_stages_that_do_not_go_with_the_ranks_or_with_each_other_are_named():
     assert "or cluster.trainer_num_workers=8 or more" in sentence
 
 
+def test_ranks_that_share_rows_are_counted_with_those_of_a_model():
+    shared = Megatron(context_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert errors(shared, 8) == errors(shared, 16) == errors(Megatron(context_parallel_size=4), 4) == []
+    (sentence,) = errors(shared, 12)
+    assert sentence == (
+        "backend.tensor_parallel_size=2 times backend.pipeline_parallel_size=2 times backend.context_parallel_size=2 must "
+        "divide cluster.trainer_num_workers=12: so many ranks hold the model together and share its rows; set "
+        "cluster.trainer_num_workers=16, or another tensor_parallel_size or pipeline_parallel_size or context_parallel_size"
+    )
+    (sentence,) = errors(Megatron(context_parallel_size=4), 6)
+    assert sentence == (
+        "backend.context_parallel_size=4 must divide cluster.trainer_num_workers=6: so many ranks share each row; set "
+        "cluster.trainer_num_workers=8, or another context_parallel_size"
+    )
+    assert errors(Megatron(context_parallel_size=2, use_distributed_optimizer=True), 2) == [], "both have all weights"
+
+
+def of_model(counts: ModelCounts, **settings: int) -> list[str]:
+    return [sentence for _, sentence in Megatron(**settings).model_errors(counts)]
+
+
+def test_heads_that_ranks_cannot_share_evenly_are_refused_with_what_fits():
+    """Of key-value heads there may be fewer than ranks that share a row: each has those of its query heads."""
+    counts = ModelCounts(layers=4, heads=12, key_heads=2)
+    assert of_model(counts, context_parallel_size=12) == of_model(counts, tensor_parallel_size=2, context_parallel_size=6) == []
+    assert of_model(ModelCounts(layers=4), tensor_parallel_size=7, context_parallel_size=5) == [], "not known"
+    assert of_model(counts, context_parallel_size=8) == [
+        "backend.context_parallel_size=8 must divide the model's 12 attention heads, of which each of so many ranks computes a "
+        "share: set context_parallel_size to one of 1, 2, 3, 4, 6, 12"
+    ]
+    assert of_model(counts, tensor_parallel_size=2, context_parallel_size=4) == [
+        "backend.tensor_parallel_size=2 times backend.context_parallel_size=4 must divide the model's 12 attention heads, of "
+        "which each of so many ranks computes a share: set context_parallel_size to one of 1, 2, 3, 6"
+    ]
+
+
 def test_more_stages_than_layers_are_refused_with_what_fits(tmp_path):
     def sentences(**settings: int) -> list[str]:
-        return [sentence for _, sentence in Megatron(**settings).model_errors(layers=6)]
+        return of_model(ModelCounts(layers=6), **settings)
 
     assert sentences(pipeline_parallel_size=6) == sentences(pipeline_parallel_size=3, virtual_pipeline_size=2) == []
     assert sentences(pipeline_parallel_size=7, virtual_pipeline_size=2) == [
@@ -119,12 +156,14 @@ def test_auto_is_decided_by_the_ranks():
     two = Megatron(tensor_parallel_size=2)
     assert (Megatron().spreads_sequence(), two.spreads_sequence()) == (False, True)
     assert (Megatron().spreads_optimizer(1), Megatron().spreads_optimizer(2), two.spreads_optimizer(2)) == (False, True, False)
-    assert not two.cuts_rows
-    assert two.ranks_a_shard == 2
+    assert (two.ranks_a_row, two.ranks_a_shard) == (1, 2)
+    sharing = Megatron(tensor_parallel_size=2, context_parallel_size=3)
+    assert (sharing.ranks_a_row, sharing.ranks_a_shard, sharing.ranks_a_model) == (3, 6, 2)
+    assert (sharing.spreads_optimizer(6), Megatron(context_parallel_size=2).spreads_sequence()) == (True, False)
     staged = Megatron(tensor_parallel_size=2, pipeline_parallel_size=4, virtual_pipeline_size=2)
     assert staged.ranks_a_shard == 8
     assert (staged.spreads_optimizer(8), staged.spreads_optimizer(16)) == (False, True)
-    assert two.alone() == staged.alone() == Megatron(expert_parallel_size=2).alone() == Megatron()
+    assert two.alone() == staged.alone() == Megatron(expert_parallel_size=2).alone() == sharing.alone() == Megatron()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +183,7 @@ def test_models_that_are_not_computed_here_are_refused(tmp_path, kind: str, chan
 @pytest.mark.parametrize(
     ("size", "changes", "sentence"),
     [
-        (4, {}, r"must divide its 2 key-value heads, so that each rank has whole ones: set it to one of 1, 2$"),
+        (4, {}, r"must divide the model's 2 key-value heads, so that each rank has whole ones: set it to one of 1, 2$"),
         (2, {"intermediate_size": 63}, "must divide the width of its MLP, intermediate_size=63"),
         (2, {"num_key_value_heads": 4, "vocab_size": 1}, "too many for its vocabulary of 1 tokens"),
     ],
@@ -158,7 +197,7 @@ def test_sizes_that_do_not_divide_are_refused(tmp_path, size: int, changes: dict
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"pipeline_parallel_size": 2}, r"not built for models with experts: set it to 1, .* backend\.expert_parallel_size$"),
+        ({"pipeline_parallel_size": 2}, r"not built for models with experts, .* set it to 1, .*\.expert_parallel_size$"),
         ({"expert_parallel_size": 3}, r"expert_parallel_size=3 must divide its 4 experts: set it to one of 1, 2, 4$"),
         (
             {"tensor_parallel_size": 2, "sequence_parallel": False},

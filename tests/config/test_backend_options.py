@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from telescope.backends.fsdp import FSDP
+from telescope.config.models import ModelCounts
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_pointwise_operations_run_again_where_compiled_layers_keep_everything_an
 
 
 def test_as_many_layers_compute_again_as_the_model_has_and_no_more() -> None:
-    assert not list(FSDP(checkpointed_layers=28).model_errors(layers=28))
-    ((paths, sentence),) = FSDP(checkpointed_layers=29).model_errors(layers=28)
+    assert not list(FSDP(checkpointed_layers=28).model_errors(ModelCounts(layers=28)))
+    ((paths, sentence),) = FSDP(checkpointed_layers=29).model_errors(ModelCounts(layers=28))
     assert paths == ("backend.checkpointed_layers", "model.name")
     assert sentence.startswith("backend.checkpointed_layers=29 is more than the 28 layers of the model: set fewer")

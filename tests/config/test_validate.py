@@ -229,7 +229,7 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
                 "cluster": {"trainer_num_workers": 8},
                 "model": {"name": "tiny"},
             },
-            "backend.context_parallel_size=8 must divide the 4 attention heads of model.name=tiny: set it to one of 1, 2, 4",
+            "backend.context_parallel_size=8 must divide the model's 4 attention heads: set it to one of 1, 2, 4",
         ),
         (
             {"backend": {"name": "fsdp", "checkpointed_layers": 3}, "model": {"name": "tiny"}},

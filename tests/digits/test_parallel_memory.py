@@ -12,7 +12,7 @@ from telescope.maths.parallel_memory import parallel_activation_bytes, parallel_
 TINY = ModelShape(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=2, vocabulary=10, tied=True, qk_norm=True)
 """A layer has 2 * 8 * (8 + 4) + 3 * 8 * 16 = 576 parameters in matrices and 2 * 8 + 2 * 2 = 20 in norms, the embedding 80."""
 ONE: dict[str, Any] = {
-    "tensor": 1, "models": 1, "spread_sequence": False, "spread_moments": False, "row_tokens": 100, "chunk": 10,
+    "tensor": 1, "copies": 1, "spread_sequence": False, "spread_moments": False, "row_tokens": 100, "chunk": 10,
 }  # fmt: skip
 
 
@@ -41,11 +41,11 @@ def test_weights_that_compute_lie_beside_those_that_are_updated():
     assert parallel_memory(TINY, **ONE, gradient_bytes=2).gradients == 1280 * 2
 
 
-def test_what_is_updated_is_spread_over_models_and_gradients_are_not():
+def test_what_is_updated_is_spread_over_copies_and_gradients_are_not():
     """A buffer has the gradients of all of a rank's part, also where another rank updates them."""
-    two = parallel_memory(TINY, **ONE | {"models": 2, "spread_moments": True})
+    two = parallel_memory(TINY, **ONE | {"copies": 2, "spread_moments": True})
     assert (two.weights, two.gradients, two.moments) == (1280 * 2 + 640 * 4, 1280 * 4, 640 * 8)
-    assert parallel_memory(TINY, **ONE | {"models": 2}) == parallel_memory(TINY, **ONE)
+    assert parallel_memory(TINY, **ONE | {"copies": 2}) == parallel_memory(TINY, **ONE)
 
 
 def test_gradients_are_there_between_steps():
@@ -67,6 +67,18 @@ def test_ranks_share_activations_and_norms_only_where_the_sequence_is_spread():
     whole, norms = parallel_activation_bytes(TINY, 2, 1, spread_sequence=False), 2 * (4 * 9 + 4 * 8)
     assert parallel_activation_bytes(TINY, 2, 2, spread_sequence=True) == whole // 2
     assert parallel_activation_bytes(TINY, 2, 2, spread_sequence=False) == norms + (whole - norms) // 2
+
+
+def test_ranks_that_share_a_row_have_a_part_of_its_tokens_and_attentions_output_twice():
+    """In 2-byte numbers: 8 of attention's output, and where 4 ranks share the row of a model with 2 key heads, these twice."""
+    whole, shared = (parallel_memory(TINY, **ONE, checkpointing=False, sharing=sharing) for sharing in (1, 4))
+    alone = parallel_activation_bytes(TINY, 2, 1, spread_sequence=False)
+    assert parallel_activation_bytes(TINY, 2, 1, spread_sequence=False, sharing=2) == alone + 2 * 8
+    assert parallel_activation_bytes(TINY, 2, 1, spread_sequence=False, sharing=4) == alone + 2 * 8 + 2 * 2 * 4
+    assert parallel_activation_bytes(TINY, 2, 2, spread_sequence=True, sharing=2) == (alone + 2 * 8 + 2 * 2 * 4) // 2
+    assert shared.kept == 25 * (whole.kept // 100 + 2 * (2 * 8 + 2 * 2 * 4))
+    assert (shared.tail, shared.logits) == (whole.tail // 4, whole.logits)
+    assert (shared.weights, shared.moments) == (whole.weights, whole.moments)
 
 
 def test_logits_are_cut_along_the_vocabulary():

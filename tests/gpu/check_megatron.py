@@ -1,4 +1,4 @@
-"""backend=megatron on one or two GPUs against backend=fsdp:
+"""backend=megatron on one, two or four GPUs against backend=fsdp:
 `python -m tests.gpu.check_megatron [--gpus 2] [--only "PP 2"] [--speed]`.
 
 The same batch and weights by both: log-probs, loss, every parameter's gradient, the weights after one step of AdamW. In
@@ -63,7 +63,7 @@ SIZES = {
     "hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
     "vocab_size": 1003, "initializer_range": 0.05, "max_position_embeddings": 1024, "num_hidden_layers": 4,
 }  # fmt: skip
-TP2, PP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+TP2, PP2, CP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}
 ROUND = PP2 | {"virtual_pipeline_size": 2}
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
@@ -74,6 +74,12 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "DP 2": (2, {}),
     "DP 2, overlapped": (2, {"overlap_grad_reduce": True}),
     "DP 2, whole moments": (2, {"use_distributed_optimizer": False}),
+    "CP 2": (2, CP2),
+    "CP 2, selective": (2, CP2 | {"gradient_checkpointing": "selective"}),
+    "CP 2, overlapped, whole moments": (2, CP2 | {"overlap_grad_reduce": True, "use_distributed_optimizer": False}),
+    "CP 2, TP 2": (4, CP2 | TP2),
+    "CP 2, PP 2": (4, CP2 | PP2),
+    "CP 2, DP 2": (4, CP2),
     "PP 2": (2, PP2),
     "PP 2, one row, cold": (2, PP2),
     "PP 2, round, one row, cold": (2, ROUND),
@@ -87,11 +93,13 @@ EXPERT_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP 2": (2, EP2 | {"overlap_grad_reduce": True}),
     "EP 2, TP 2": (2, EP2 | TP2),
     "EP 2, TP 2, selective": (2, EP2 | TP2 | {"gradient_checkpointing": "selective"}),
+    "CP 2": (2, CP2),
+    "EP 2, CP 2": (2, EP2 | CP2),
 }
 COLD = "one row, cold"
 """Worlds whose ranks are processes of their own and begin with a step, of fewer rows than stages: kernels are loaded and
 memory is found while a stage waits for the other."""
-RESUMED_WORLDS = ("1", "TP 2", "DP 2", "EP 2", "PP 2", "PP 2, round")
+RESUMED_WORLDS = ("1", "TP 2", "DP 2", "EP 2", "PP 2", "PP 2, round", "CP 2", "CP 2, TP 2")
 MIXED = "TP 2, temperatures, cut, entropy"
 """A world of two whose trajectories have temperatures of their own, of which `CUT` leaves few tokens, with an entropy bonus. In
 float32 alone: in bfloat16 other tokens are among the likeliest."""
@@ -102,6 +110,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 SUMS = "megatron.core.distributed.finalize_model_grads."
 NORMS, EMBEDDING = f"{SUMS}_allreduce_non_tensor_model_parallel_grads", f"{SUMS}_allreduce_word_embedding_grads"
+ROWS = "megatron.core.distributed.DistributedDataParallel.finish_grad_sync"
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,10 @@ class Order:
         return int(self.settings.get("pipeline_parallel_size", 1))
 
     @property
+    def stage_ranks(self) -> int:
+        return self.tensor_size * int(self.settings.get("context_parallel_size", 1))
+
+    @property
     def row_tokens(self) -> int:
         """Stages want more rows than two."""
         if self.cold:
@@ -143,10 +156,10 @@ class Order:
 
     @property
     def models(self) -> int:
-        return self.size // (self.tensor_size * self.stages)
+        return self.size // (self.stage_ranks * self.stages)
 
     def model_of(self, rank: int) -> int:
-        return rank // (self.tensor_size * self.stages)
+        return rank // (self.stage_ranks * self.stages)
 
     def share(self, rank: int) -> list[int]:
         """Trajectories of a rank."""
@@ -188,8 +201,8 @@ def compute(rank: int, order: Order, world: World, again: int) -> None:
         else:
             backend.close()
     np.save(f"{order.out}-{rank}.npy", logprobs)
-    if order.model_of(rank) == 0 and rank % order.tensor_size == 0:
-        torch.save(gradients, f"{order.out}-gradients-{rank // order.tensor_size}")
+    if order.model_of(rank) == 0 and rank % order.stage_ranks == 0:
+        torch.save(gradients, f"{order.out}-gradients-{rank // order.stage_ranks}")
     if rank == 0:
         torch.save(found, order.out)
 
@@ -284,7 +297,9 @@ def agreement(folder: Path, gpus: int, device: str, models: list[str], only: str
         if replayed:
             continue
         how = PRECISIONS["float32"]
-        planted = {"TP 2": (TP2, NORMS)} | ({"PP 2": (PP2, EMBEDDING)} if changes.get("tie_word_embeddings") else {})
+        planted = {"TP 2": (TP2, NORMS), "CP 2": (CP2, ROWS)}
+        if changes.get("tie_word_embeddings"):
+            planted["PP 2"] = PP2, EMBEDDING
         for world, (settings, missing) in planted.items():
             out = folder / f"planted-{name}-{world}"
             order = Order("megatron", model, 2, settings | how, out, missing=missing, device=device)
@@ -379,9 +394,9 @@ def time_of(rank: int, order: Order, world: World) -> None:
 def speed(folder: Path, gpus: int, shape: str) -> None:
     model = make_model(SHAPES[shape], folder / shape)
     torch.cuda.empty_cache()
-    for size in range(1, gpus + 1):
+    for size in range(1, min(gpus, 2) + 1):
         kinds: list[tuple[str, dict[str, Any]]] = [("fsdp", {}), ("megatron", {})]
-        kinds += [("megatron", each) for each in (TP2, PP2, ROUND) if size == 2]
+        kinds += [("megatron", each) for each in (TP2, PP2, ROUND, CP2) if size == 2]
         orders = []
         for backend, settings in kinds:
             for again in (True, False):
@@ -392,7 +407,7 @@ def speed(folder: Path, gpus: int, shape: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--gpus", type=int, default=1, choices=(1, 2, 4))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--only", default="", help="part of a world's name")
     parser.add_argument("--speed", action="store_true")

@@ -259,7 +259,8 @@ def test_a_megatron_rank_is_estimated_and_told_what_would_make_room(say: Callabl
     assert code == 1
     assert "A trainer rank needs about" in said
     assert (
-        "It would fit with backend.tensor_parallel_size=2, or backend.pipeline_parallel_size=2; or with shorter rows." in said
+        "It would fit with backend.context_parallel_size=2, or backend.tensor_parallel_size=2, or "
+        "backend.pipeline_parallel_size=2; or with shorter rows." in said
     )
     code, said = say(*given, "backend.tensor_parallel_size=2")
     assert code == 0

@@ -91,7 +91,7 @@ def register(kind: Kind) -> str:
 
     if NAMES[kind] in AttentionInterface():
         return NAMES[kind]  # whoever has wrapped it means it to stay so
-    AttentionInterface.register(NAMES[kind], _over_ranks(plain(kind)))
+    AttentionInterface.register(NAMES[kind], over_ranks(plain(kind)))
     return NAMES[kind]
 
 
@@ -178,7 +178,7 @@ Result = tuple[Tensor, None]
 Function = Callable[..., Result]
 
 
-def _over_ranks(function: Function) -> Function:
+def over_ranks(function: Function) -> Function:
     """The same where ranks share the row: all tokens are here inside attention, of a share of the heads."""
 
     def attend(

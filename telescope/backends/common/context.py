@@ -27,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Context:
-    """This rank's place among the `size` ranks that share each row. They are neighbours: 0 and 1, then 2 and 3, and so on."""
+    """This rank's place among the `size` ranks that share each row, in order of their parts."""
 
     rank: int
     size: int

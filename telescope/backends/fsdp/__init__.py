@@ -12,9 +12,11 @@ from pydantic import Field, model_validator
 
 from telescope.backends.base import Backend, BackendSettings, Job
 from telescope.backends.common import attention_choice
+from telescope.config.models import write_divisors
 from telescope.maths.memory import layers_again
 
 if TYPE_CHECKING:
+    from telescope.config.models import ModelCounts
     from telescope.config.sections import ModelSettings, TrainerSettings
     from telescope.maths.memory import ModelShape, TrainerMemory
 
@@ -72,6 +74,10 @@ class FSDP(BackendSettings):
     def ranks_a_shard(self) -> int:
         return self.context_parallel_size
 
+    @property
+    def ranks_a_row(self) -> int:
+        return self.context_parallel_size
+
     def rank_memory(
         self, shape: ModelShape, model: ModelSettings, trainer: TrainerSettings, *,
         ranks: int, longest: int, reference: bool = False, handed_bytes: int = 0, seq_len: int | None = None,
@@ -116,7 +122,13 @@ class FSDP(BackendSettings):
 
     def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
         """See `BackendSettings.run_errors`."""
-        workers = "cluster.trainer_num_workers"
+        workers, sharing = "cluster.trainer_num_workers", self.context_parallel_size
+        if ranks % sharing:
+            yield (
+                ("backend.context_parallel_size", workers),
+                f"backend.context_parallel_size={sharing} must divide {workers}={ranks}: so many ranks share each packed row; "
+                f"set {workers}={-(-ranks // sharing) * sharing}, or backend.context_parallel_size=1",
+            )
         if ranks % self.replicas:
             yield (
                 ("backend.replicas", workers),
@@ -143,12 +155,19 @@ class FSDP(BackendSettings):
                 f"backend.offload={self.offload} frees the memory of a GPU, and cluster.device=cpu has none: leave it out",
             )
 
-    def model_errors(self, *, layers: int) -> Iterator[tuple[tuple[str, ...], str]]:
+    def model_errors(self, counts: ModelCounts) -> Iterator[tuple[tuple[str, ...], str]]:
         """See `BackendSettings.model_errors`."""
-        if self.checkpointed_layers is not None and self.checkpointed_layers > layers:
+        sharing, heads = self.context_parallel_size, counts.heads
+        if heads is not None and heads % sharing:
+            yield (
+                ("backend.context_parallel_size", "model.name"),
+                f"backend.context_parallel_size={sharing} must divide the model's {heads} attention heads: set it to one of "
+                f"{write_divisors(heads)}",
+            )
+        if self.checkpointed_layers is not None and self.checkpointed_layers > counts.layers:
             yield (
                 ("backend.checkpointed_layers", "model.name"),
-                f"backend.checkpointed_layers={self.checkpointed_layers} is more than the {layers} layers of the model: "
+                f"backend.checkpointed_layers={self.checkpointed_layers} is more than the {counts.layers} layers of the model: "
                 "set fewer, or leave it out, so that all of them compute again",
             )
 

@@ -1,5 +1,5 @@
-"""The Megatron-Core backend: models spread over GPUs by tensor, expert and pipeline parallelism, and over groups of them by
-data parallelism.
+"""The Megatron-Core backend: models spread over GPUs by tensor, expert and pipeline parallelism, rows by context parallelism,
+and over groups of them by data parallelism.
 
 Owns the backend's settings. Torch and megatron-core are imported in `build()`, so that a configuration is composed without
 them.
@@ -10,14 +10,16 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from telescope.backends.base import Backend, BackendSettings, Job
 from telescope.backends.common import attention_choice
+from telescope.config.models import write_divisors
 
 if TYPE_CHECKING:
+    from telescope.config.models import ModelCounts
     from telescope.config.sections import ModelSettings, TrainerSettings
     from telescope.maths.memory import ModelShape, TrainerMemory
 
@@ -33,16 +35,21 @@ SCALED_SUMS = (
 
 
 class Megatron(BackendSettings):
+    fills_rows: ClassVar[bool] = True
+
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Trainer ranks that hold each matrix together, a part of its rows or columns each: neighbours, best within one host. Must
     divide the number of ranks, and the model's key-value heads."""
+    context_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Trainer ranks that share each packed row, an equal part of its tokens each: longer rows in the same memory. Times
+    tensor_parallel_size it must divide the model's attention heads, and with pipeline_parallel_size the number of ranks."""
     expert_parallel_size: int = Field(default=1, ge=1, le=1024)
     """Trainer ranks that share out the experts of a model, whole ones each, whichever model of tensor_parallel_size they belong
     to: a token is sent to the ranks that have its experts. Must divide the number of ranks, and of experts."""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
     """Stages of a model, each of some of its layers on ranks of its own: stages exchange a row's activations alone, and compute
-    different rows at a time. Times tensor_parallel_size it must divide the number of ranks. Layers are shared out so that all
-    stages have about as much to compute, the head counted as layers."""
+    different rows at a time. Times tensor_parallel_size and context_parallel_size it must divide the number of ranks. Layers
+    are shared out so that all stages have about as much to compute, the head counted as layers."""
     virtual_pipeline_size: int = Field(default=1, ge=1, le=64)
     """Stretches of layers of each stage: a row goes round so often, and stages wait for one another so many times less, at as
     many times the exchanges. Above 1 only with pipeline_parallel_size above 1; the model needs a layer for each stretch."""
@@ -69,12 +76,17 @@ class Megatron(BackendSettings):
     """Until a rank that waits for the others, at the start or in a collective, gives up with an error."""
 
     @property
-    def ranks_a_shard(self) -> int:
+    def ranks_a_model(self) -> int:
+        """Ranks that have other parts of the model than each other, and all of it together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
-    def cuts_rows(self) -> bool:
-        return False
+    def ranks_a_shard(self) -> int:
+        return self.ranks_a_model * self.context_parallel_size
+
+    @property
+    def ranks_a_row(self) -> int:
+        return self.context_parallel_size
 
     def spreads_sequence(self) -> bool:
         """`sequence_parallel` with `auto` decided."""
@@ -83,7 +95,7 @@ class Megatron(BackendSettings):
     def spreads_optimizer(self, ranks: int) -> bool:
         """`use_distributed_optimizer` with `auto` decided, of so many ranks."""
         if self.use_distributed_optimizer == "auto":
-            return ranks > self.ranks_a_shard
+            return ranks > self.ranks_a_model
         return self.use_distributed_optimizer
 
     def rank_memory(
@@ -98,14 +110,14 @@ class Megatron(BackendSettings):
         )
 
     def alone(self) -> Megatron:
-        sizes = "tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size"
-        one = dict.fromkeys(sizes, 1)
+        cuts = "tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "pipeline_parallel_size"
+        one = dict.fromkeys((*cuts, "virtual_pipeline_size"), 1)
         auto = dict.fromkeys(("sequence_parallel", "use_distributed_optimizer"), "auto")
         return self.model_copy(update={**one, **auto})
 
     def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
         """See `BackendSettings.run_errors`."""
-        workers, size, model = "cluster.trainer_num_workers", self.tensor_parallel_size, self.ranks_a_shard
+        workers, size, model = "cluster.trainer_num_workers", self.tensor_parallel_size, self.ranks_a_model
         if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
             yield (
                 ("backend.virtual_pipeline_size", "backend.pipeline_parallel_size"),
@@ -120,7 +132,7 @@ class Megatron(BackendSettings):
                 f"experts can't be cut into backend.pipeline_parallel_size={self.pipeline_parallel_size} stages yet: set one "
                 "of them to 1",
             )
-        if ranks % model:
+        if ranks % self.ranks_a_shard:
             yield self._indivisible(ranks)
             return
         if ranks % self.expert_parallel_size:
@@ -145,7 +157,7 @@ class Megatron(BackendSettings):
         if self.mixed_precision_dtype == "float16" and not self.grad_reduce_in_fp32:
             yield ("backend.grad_reduce_in_fp32", "backend.mixed_precision_dtype"), SCALED_SUMS
         if self.use_distributed_optimizer is True and ranks == model:
-            paths, product = self._ranks_of_a_model()
+            paths, product = _product(self._sizes_of_a_model())
             yield (
                 ("backend.use_distributed_optimizer", workers, *paths),
                 f"backend.use_distributed_optimizer=true spreads moments over ranks with equal parts of the model, and with "
@@ -153,26 +165,37 @@ class Megatron(BackendSettings):
                 f"or {workers}={2 * model} or more",
             )
 
-    def _ranks_of_a_model(self) -> tuple[tuple[str, ...], str]:
-        """The settings whose product they are, and the product in words."""
+    def _sizes_of_a_model(self) -> dict[str, int]:
+        """By setting, those whose product `ranks_a_model` is."""
         sizes = {"backend.tensor_parallel_size": self.tensor_parallel_size}
         if self.pipeline_parallel_size > 1:
             sizes["backend.pipeline_parallel_size"] = self.pipeline_parallel_size
-        return tuple(sizes), " times ".join(f"{name}={size}" for name, size in sizes.items())
+        return sizes
 
     def _indivisible(self, ranks: int) -> tuple[tuple[str, ...], str]:
-        workers, model = "cluster.trainer_num_workers", self.ranks_a_shard
-        paths, product = self._ranks_of_a_model()
+        workers, every = "cluster.trainer_num_workers", self.ranks_a_shard
+        sizes, doing = self._sizes_of_a_model(), "hold the model together"
+        if (sharing := self.context_parallel_size) > 1:
+            sizes = {name: size for name, size in sizes.items() if size > 1} | {"backend.context_parallel_size": sharing}
+            doing = f"{doing} and share its rows" if self.ranks_a_model > 1 else "share each row"
+        paths, product = _product(sizes)
         others = " or ".join(path.removeprefix("backend.") for path in paths)
         return (
             (*paths, workers),
-            f"{product} must divide {workers}={ranks}: so many ranks hold the model together; set "
-            f"{workers}={-(-ranks // model) * model}, or another {others}",
+            f"{product} must divide {workers}={ranks}: so many ranks {doing}; set "
+            f"{workers}={-(-ranks // every) * every}, or another {others}",
         )
 
-    def model_errors(self, *, layers: int) -> Iterator[tuple[tuple[str, ...], str]]:
+    def model_errors(self, counts: ModelCounts) -> Iterator[tuple[tuple[str, ...], str]]:
         """See `BackendSettings.model_errors`."""
-        stages, laps = self.pipeline_parallel_size, self.virtual_pipeline_size
+        yield from self._uneven_heads(counts)
+        stages, laps, layers = self.pipeline_parallel_size, self.virtual_pipeline_size, counts.layers
+        if stages > 1 and counts.experts:
+            yield (
+                ("backend.pipeline_parallel_size", "model.name"),
+                f"backend.pipeline_parallel_size={stages} cuts a model into stages, which is not built for models with "
+                "experts, as this one is: set it to 1, and share the experts out with backend.expert_parallel_size",
+            )
         if stages > layers:
             yield (
                 ("backend.pipeline_parallel_size", "model.name"),
@@ -184,6 +207,26 @@ class Megatron(BackendSettings):
                 ("backend.virtual_pipeline_size", "backend.pipeline_parallel_size", "model.name"),
                 f"backend.virtual_pipeline_size={laps} times backend.pipeline_parallel_size={stages} is more than the {layers} "
                 f"layers of the model, and each stretch needs one: set virtual_pipeline_size={layers // stages} or less",
+            )
+
+    def _uneven_heads(self, counts: ModelCounts) -> Iterator[tuple[tuple[str, ...], str]]:
+        size, sharing, heads, groups = self.tensor_parallel_size, self.context_parallel_size, counts.heads, counts.key_heads
+        if groups is not None and groups % size:
+            yield (
+                ("backend.tensor_parallel_size", "model.name"),
+                f"backend.tensor_parallel_size={size} must divide the model's {groups} key-value heads, so that each rank has "
+                f"whole ones: set it to one of {write_divisors(groups)}",
+            )
+        elif heads is not None and heads % (size * sharing):
+            paths, product = _product({
+                name: number
+                for name, number in (("backend.tensor_parallel_size", size), ("backend.context_parallel_size", sharing))
+                if number > 1
+            })  # fmt: skip
+            yield (
+                (*paths, "model.name"),
+                f"{product} must divide the model's {heads} attention heads, of which each of so many ranks computes a share: "
+                f"set context_parallel_size to one of {write_divisors(heads // size)}",
             )
 
     def find_obstacles(
@@ -217,6 +260,11 @@ class Megatron(BackendSettings):
             from telescope.backends.megatron.backend import MegatronBackend
 
         return MegatronBackend(self, job)
+
+
+def _product(sizes: dict[str, int]) -> tuple[tuple[str, ...], str]:
+    """The settings, and their product in words."""
+    return tuple(sizes), " times ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def is_installed() -> bool:

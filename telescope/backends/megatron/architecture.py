@@ -20,7 +20,15 @@ from torch import nn
 from telescope.backends.common.models import ModelCheckpoint, UnfitModel, model_files, parameters_on_meta, refuse_quantised
 from telescope.backends.common.rotations import check_rotations
 from telescope.backends.megatron.rules import ARCHITECTURES, EXPERT, ModelDimensions, files, named
-from telescope.config.models import ModelBroken, ModelNotFound, check_weights, model_folder, read_json_object
+from telescope.config.models import (
+    ModelBroken,
+    ModelCounts,
+    ModelNotFound,
+    check_weights,
+    model_folder,
+    read_json_object,
+    write_divisors,
+)
 from telescope.maths.flops import TrainingWork
 
 if TYPE_CHECKING:
@@ -169,21 +177,16 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 def _strange(config: Any, settings: Megatron) -> Iterator[str]:
     """What of the configuration is not computed here, or does not divide."""
-    size, groups = settings.tensor_parallel_size, config.num_key_value_heads
-    yield from (sentence for _, sentence in settings.model_errors(layers=config.num_hidden_layers))
+    size, facts = settings.tensor_parallel_size, _facts(config)
+    counts = ModelCounts(facts.layers, facts.heads, facts.groups, facts.experts if facts.expert_layers else 0)
+    yield from (sentence for _, sentence in settings.model_errors(counts))
     for name in ("attention_bias", "mlp_bias"):
         if getattr(config, name, False):
             yield f"its config.json has {name}=true, which backend=megatron does not compute: set backend=fsdp"
     if config.hidden_act != "silu":
         yield f"its config.json has hidden_act={config.hidden_act}, and backend=megatron computes silu alone: set backend=fsdp"
-    if groups % size:
-        fits = ", ".join(str(number) for number in range(1, groups + 1) if groups % number == 0)
-        yield (
-            f"backend.tensor_parallel_size={size} must divide its {groups} key-value heads, so that each rank has whole ones: "
-            f"set it to one of {fits}"
-        )
-    yield from _strange_experts(_facts(config), settings)
-    if config.intermediate_size % size and len(_facts(config).expert_layers) < config.num_hidden_layers:
+    yield from _strange_experts(facts, settings)
+    if config.intermediate_size % size and len(facts.expert_layers) < facts.layers:
         yield (
             f"backend.tensor_parallel_size={size} must divide the width of its MLP, intermediate_size="
             f"{config.intermediate_size}: set another"
@@ -193,17 +196,14 @@ def _strange(config: Any, settings: Megatron) -> Iterator[str]:
 
 
 def _strange_experts(facts: ModelDimensions, settings: Megatron) -> Iterator[str]:
-    size, stages = settings.expert_parallel_size, settings.pipeline_parallel_size
-    if facts.expert_layers and stages > 1:
-        yield (
-            f"backend.pipeline_parallel_size={stages} cuts a model into stages, which is not built for models with experts: "
-            "set it to 1, and share the experts out with backend.expert_parallel_size"
-        )
+    size = settings.expert_parallel_size
     if size > 1 and not facts.expert_layers:
         yield f"backend.expert_parallel_size={size} deals out experts, and this model has none: set it to 1"
     elif facts.expert_layers and facts.experts % size:
-        fits = ", ".join(str(number) for number in range(1, facts.experts + 1) if facts.experts % number == 0)
-        yield f"backend.expert_parallel_size={size} must divide its {facts.experts} experts: set it to one of {fits}"
+        yield (
+            f"backend.expert_parallel_size={size} must divide its {facts.experts} experts: set it to one of "
+            f"{write_divisors(facts.experts)}"
+        )
     if facts.expert_layers and settings.tensor_parallel_size > 1 and not settings.spreads_sequence():
         yield (
             "backend.sequence_parallel=false gives each of backend.tensor_parallel_size="
@@ -233,6 +233,7 @@ def core_config(architecture: Architecture, settings: Megatron, computing: torch
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=settings.tensor_parallel_size,
+        context_parallel_size=settings.context_parallel_size,
         sequence_parallel=settings.spreads_sequence(),
         params_dtype=computing,
         pipeline_dtype=computing,

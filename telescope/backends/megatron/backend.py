@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -82,6 +83,7 @@ class MegatronBackend(SteppingBackend):
             pipeline.pipes_needed(laps),
             settings.collective_timeout_s,
             settings.expert_parallel_size,
+            settings.context_parallel_size,
         )
         parallel.meet_groups(self._parallel, self._device)
         pipeline.meet_neighbours(self._parallel, laps, self._device)
@@ -134,7 +136,7 @@ class MegatronBackend(SteppingBackend):
         self._packer = PartPacker(self._masters, self._table, layout, self._parallel, self._device)
         self._pipeline = pipeline.Pipeline(self._parallel, laps, computing, self._device) if stages > 1 else None
         log.info(
-            "%s: %.2fM weights, computing in %s, attention %s, %d ranks a %s%s, %d models%s%s",
+            "%s: %.2fM weights, computing in %s, attention %s, %d ranks a %s%s%s, %d models%s%s",
             type(known.config).__name__.removesuffix("Config"),
             known.parameters / 1e6,
             str(computing).removeprefix("torch."),
@@ -142,7 +144,8 @@ class MegatronBackend(SteppingBackend):
             self._parallel.tensor_size,
             "model" if stages == 1 else f"stage of {stages} ({layout.described()})",
             ", rows spread over them" if settings.spreads_sequence() else "",
-            self._parallel.data_size,
+            f", each row over {held.context.size} of these" if held.context is not None else "",
+            held.models,
             ", moments spread over them" if spread else "",
             f", {facts.experts} experts a layer over {experts.size} ranks" if facts.experts else "",
         )
@@ -157,7 +160,7 @@ class MegatronBackend(SteppingBackend):
     def _on_device(self, arrays: packing.RowArrays) -> tuple[rows.DeviceRow, ParallelRow]:
         row = rows.to_device(arrays, self._device)
         told = None if self._load is None else routing.of_row(arrays, self._device)
-        return row, self._policy.prepared(row, arrays.boundaries, told)
+        return row, self._policy.prepared(row, arrays.boundaries, np.flatnonzero(arrays.mask) - 1, told)
 
     def _row_of_many(self, last: bool) -> AbstractContextManager[None]:
         return self._of_lap(0, last)
@@ -168,14 +171,15 @@ class MegatronBackend(SteppingBackend):
         return context
 
     def _before_update(self) -> None:
-        """Gradients are summed over the ranks with other rows, those of norms over the ranks of a stage, too, and those of a
-        tied embedding over the first and the last stage."""
+        """Gradients are summed over the ranks with other rows and other parts of rows, those of norms over the ranks that hold
+        matrices together, too, and those of a tied embedding over the first and the last stage."""
         finalize_model_grads(self._ddps)
 
     @property
     def _counts(self) -> bool:
         """Of the ranks of a model, which have the same trajectories, the first one that computes losses."""
-        return self._parallel.tensor_rank == 0 and self._parallel.stage + 1 == self._parallel.stages
+        held = self._parallel
+        return held.tensor_rank == 0 and held.first_part and held.stage + 1 == held.stages
 
     # ---- a step, on several stages
 

@@ -34,8 +34,8 @@ from telescope.backends.megatron.rules import ModelDimensions
 
 @dataclass
 class AttentionRow(PackedSeqParams):  # type: ignore[misc]
-    """What attention is told of a row of T tokens. megatron-core hands it on to each layer's attention, checkpointed or not,
-    and itself looks only for the format `thd`, which this is not."""
+    """What attention is told of a row, of which T tokens are on this rank. megatron-core hands it on to each layer's attention,
+    checkpointed or not, and itself looks only for the format `thd`, which this is not."""
 
     segments: attention.Segments | None = None
     cos: Tensor | None = None  # [1, T, D]
@@ -61,8 +61,8 @@ class Norm(nn.Module):
 
 
 class PackedAttention(nn.Module):
-    """Rotation of queries and keys, and causal attention inside each sample of a row. All the row's tokens are here, and this
-    rank's share of the heads."""
+    """Rotation of queries and keys, and causal attention inside each sample of a row. All tokens are here that this rank has of
+    the row, and its share of the heads; where ranks share the row, the kernel has all tokens of fewer heads."""
 
     def __init__(
         self, kernel: attention.Function, windows: tuple[int | None, ...], scaling: float, layer_number: int, **_: Any
@@ -109,7 +109,7 @@ def layer_spec(
     """What megatron-core builds a block of layers from, which are the model's from layer `first` on, one a window. `width`: of
     the MLP, over all ranks."""
     spread, own = (ModuleSpec(module=Norm, params={"spread": each}) for each in (True, False))
-    core = partial(PackedAttention, attention.plain(kind), windows, scaling)
+    core = partial(PackedAttention, attention.over_ranks(attention.plain(kind)), windows, scaling)
     dense = ModuleSpec(
         module=MLP,
         params={"ffn_hidden_size": width},

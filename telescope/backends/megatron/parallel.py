@@ -1,9 +1,10 @@
-"""Which ranks hold matrices together (tensor parallelism), which have other layers of the same model (pipeline parallelism),
-and which have equal parts of it and other rows (data parallelism).
+"""Which ranks hold matrices together (tensor parallelism), which share each row (context parallelism), which have other layers
+of the same model (pipeline parallelism), and which have equal parts of it and other rows (data parallelism).
 
-Owns megatron-core's groups from start to end. With T ranks a stage and P stages, ranks 0 to T - 1 are the first stage of the
-first model, and ranks 0 to T · P - 1 all of it: neighbours share a host. Experts are dealt out over E neighbours of all ranks,
-whatever T is, where there is one stage: whole matrices, so that ranks 0 to E - 1 have all of them.
+Owns megatron-core's groups from start to end. With T ranks that hold matrices together, C that share rows and P stages, ranks 0
+to T - 1 have the first part of each row in the first stage of the first model, ranks 0 to T · C - 1 that whole stage, and ranks
+0 to T · C · P - 1 the model: neighbours share a host. Experts are dealt out over E neighbours of all ranks, whatever T and C
+are, where there is one stage: whole matrices, so that ranks 0 to E - 1 have all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from telescope.backends.base import World
+from telescope.backends.common.context import Context
 
 
 @dataclass(frozen=True)
@@ -56,18 +58,26 @@ class Parallel:
     """Of the stages of one model, in order, as far as they have this rank's place in their matrices."""
     pipes: tuple[dist.ProcessGroup, ...]
     """Of the same ranks, one for each kind of message from stage to stage; none where there is one stage."""
-    data_size: int
-    data_rank: int
-    data_group: dist.ProcessGroup
+    context: Context | None
+    """Of the ranks that share this rank's rows; None: each has whole ones."""
+    models: int
+    """That get other rows than each other."""
+    alike: Copies
+    """The ranks with this one's part of the matrices: those of all models, and of each all that share its rows."""
     model_group: dist.ProcessGroup
-    """Of all ranks of this rank's model, stage by stage."""
+    """Of all parts of this rank's model, stage by stage, from the ranks with this one's part of a row."""
     mesh: DeviceMesh
-    """Of the ranks of this rank's stage, in one dimension."""
+    """Of the ranks that hold matrices together, in one dimension."""
     experts: ExpertPlace
 
     def copies(self, *, of_expert: bool) -> Copies:
         """Of an expert's parameters, or of the others."""
-        return self.experts.copies if of_expert else Copies(self.data_size, self.data_rank, self.data_group)
+        return self.experts.copies if of_expert else self.alike
+
+    @property
+    def first_part(self) -> bool:
+        """Whether a row begins on this rank."""
+        return self.context is None or self.context.rank == 0
 
     def spread(self, part: Tensor, dim: int | None, shape: tuple[int, ...], *, of_expert: bool = False) -> Tensor:
         """This rank's part of a tensor of `shape`, cut along `dim` as `torch.chunk` does, as a DTensor; None: each has all."""
@@ -84,33 +94,35 @@ class Parallel:
 
 
 def make_parallel(
-    world: World, tensor_size: int, stages: int, pipes: int, timeout_s: float, expert_size: int = 1
+    world: World, tensor_size: int, stages: int, pipes: int, timeout_s: float, expert_size: int = 1, sharing: int = 1
 ) -> Parallel:  # fmt: skip
-    """A collective; torch.distributed is set up before. `tensor_size` times `stages` divides the number of ranks, and so does
-    `expert_size`, which is 1 where there are several stages. `pipes`: kinds of messages that pass from stage to stage."""
+    """A collective; torch.distributed is set up before. `tensor_size` times `sharing`, which is how many ranks share each row,
+    times `stages` divides the number of ranks, and so does `expert_size`, which is 1 where there are several stages. `pipes`:
+    kinds of messages that pass from stage to stage."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_size,
         pipeline_model_parallel_size=stages,
+        context_parallel_size=sharing,
         expert_model_parallel_size=expert_size,
-        # megatron-core wants as many ranks with equal experts as with equal matrices where there are stages
-        expert_tensor_parallel_size=1 if stages == 1 else tensor_size,
+        # megatron-core wants as many ranks with equal experts as models where there are stages
+        expert_tensor_parallel_size=1 if stages == 1 else tensor_size * sharing,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_s / 60,
         order="tp-cp-ep-pp-dp",
     )
     tensor_group = parallel_state.get_tensor_model_parallel_group()
-    model = tensor_size * stages
+    stage_ranks = tensor_size * sharing
     return Parallel(
         tensor_size=tensor_size,
         tensor_rank=world.rank % tensor_size,
         tensor_group=tensor_group,
         stages=stages,
-        stage=world.rank % model // tensor_size,
+        stage=world.rank % (stage_ranks * stages) // stage_ranks,
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
-        pipes=_make_pipes(world, tensor_size, stages, pipes, timeout_s) if stages > 1 else (),
-        data_size=world.size // model,
-        data_rank=world.rank // model,
-        data_group=parallel_state.get_data_parallel_group(),
+        pipes=_make_pipes(world, stage_ranks, stages, pipes, timeout_s) if stages > 1 else (),
+        context=_context(parallel_state.get_context_parallel_group()) if sharing > 1 else None,
+        models=world.size // (stage_ranks * stages),
+        alike=_copies(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         model_group=parallel_state.get_model_parallel_group(),
         mesh=_mesh(tensor_group, world),
         experts=_expert_place(world),
@@ -119,25 +131,32 @@ def make_parallel(
 
 def _expert_place(world: World) -> ExpertPlace:
     group = parallel_state.get_expert_model_parallel_group()
-    others = parallel_state.get_expert_data_parallel_group()
     return ExpertPlace(
         size=group.size(),
         rank=group.rank(),
         group=group,
-        copies=Copies(others.size(), others.rank(), others),
+        copies=_copies(parallel_state.get_expert_data_parallel_group()),
         mesh=_mesh(group, world),
     )
 
 
-def _make_pipes(world: World, tensor_size: int, stages: int, pipes: int, timeout_s: float) -> tuple[dist.ProcessGroup, ...]:
+def _copies(group: dist.ProcessGroup) -> Copies:
+    return Copies(group.size(), group.rank(), group)
+
+
+def _context(group: dist.ProcessGroup) -> Context:
+    return Context(group.rank(), group.size(), group)
+
+
+def _make_pipes(world: World, stage_ranks: int, stages: int, pipes: int, timeout_s: float) -> tuple[dist.ProcessGroup, ...]:
     """Groups of their own: within one, NCCL lets a message wait for the one before, in whichever direction that goes. With
     stages no process group is given a `device_id`: NCCL would then begin at once, and all messages of a group share a
     communicator, where now each two neighbours have one."""
-    model = tensor_size * stages
+    model = stage_ranks * stages
     pipelines = [
-        [first + stage * tensor_size + place for stage in range(stages)]
+        [first + stage * stage_ranks + place for stage in range(stages)]
         for first in range(0, world.size, model)
-        for place in range(tensor_size)
+        for place in range(stage_ranks)
     ]
     found = []
     for _ in range(pipes):
@@ -151,8 +170,8 @@ def meet_groups(parallel: Parallel, device: str) -> None:
     when it is first used, and then waits for the device. A collective."""
     groups = (
         parallel.tensor_group,
-        parallel.data_group,
-        parallel_state.get_data_parallel_group(with_context_parallel=True),  # megatron-core's own, of the same ranks
+        None if parallel.context is None else parallel.context.group,
+        parallel.alike.group,
         parallel.pipeline_group,
         parallel.experts.group,
         parallel.experts.copies.group,

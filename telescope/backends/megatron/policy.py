@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from telescope.backends.common import attention, vocabulary
 from telescope.backends.common.attention_choice import Kind
+from telescope.backends.common.context import Piece
 from telescope.backends.common.recompute import checkpoint_arguments, mode
 from telescope.backends.common.routing import ExpertLoad, RowRouting
 from telescope.backends.common.rows import DeviceRow, sent
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParallelRow:
-    """One packed row of T tokens, filled up where ranks share it out, n of them sampled, on the device."""
+    """One packed row, filled up where ranks share it out, on the device: the T tokens that this rank has of it, n of them
+    before a sampled one."""
 
     ids: Tensor  # [1, T] int64
     row: AttentionRow
@@ -47,7 +49,11 @@ class ParallelRow:
     targets: Tensor  # [n] int64, the sampled tokens
     temperature: float | Tensor  # of all of them, or [n] float32
     routing: RowRouting | None = None
-    """Of this rank's tokens, where layers have experts."""
+    """Of this rank's tokens, where layers have experts; of a spread sequence of its share of them."""
+    piece: Piece | None = None
+    """Which of the row they are, where ranks share rows."""
+    sampled: int = 0
+    """Sampled tokens of the whole row, where ranks share rows."""
 
 
 class ParallelPolicy(nn.Module):
@@ -106,41 +112,53 @@ class ParallelPolicy(nn.Module):
             for name, parameter in lm.named_parameters()
         }
 
-    def prepared(self, row: DeviceRow, boundaries: np.ndarray, routing: RowRouting | None = None) -> ParallelRow:
-        """boundaries [S + 1]: segment s is tokens boundaries[s] to boundaries[s + 1]. A row that is shared out over ranks is
-        filled up with one more segment, which nobody looks at."""
-        ids, positions = row.ids, row.position_ids
+    def prepared(
+        self, row: DeviceRow, boundaries: np.ndarray, places: np.ndarray, routing: RowRouting | None = None
+    ) -> ParallelRow:  # fmt: skip
+        """boundaries [S + 1]: segment s is tokens boundaries[s] to boundaries[s + 1]; places [n]: the tokens before the sampled
+        ones, in rising order. A row that is shared out over ranks is filled up with one more segment, which nobody looks at."""
+        ids, positions, context = row.ids, row.position_ids, self._parallel.context
         if missing := -ids.shape[1] % self._shares:
             ids = torch.nn.functional.pad(ids, (0, missing))
             positions = torch.cat([positions, sent(np.arange(missing)[None], self._device)], dim=1)
             boundaries = np.append(boundaries, boundaries[-1] + missing)
             routing = None if routing is None else routing.padded(missing)
-        if routing is not None and self._spread:
-            share = ids.shape[1] // self._shares
-            routing = routing.part(slice(self._parallel.tensor_rank * share, (self._parallel.tensor_rank + 1) * share))
-        segments = attention.segments(self.kind, boundaries, self._device)
+        segments = attention.segments(self.kind, boundaries, self._device, context)
         cos, sin = self._rotation(torch.empty(0, dtype=self._computing, device=self._device), positions)
+        before, targets, temperature, piece = row.sampled - 1, row.targets, row.temperature, None
+        if context is not None:
+            piece = context.piece(ids.shape[1], places)
+            ids, cos, sin = ids[:, piece.tokens], cos[:, piece.tokens], sin[:, piece.tokens]
+            before, targets = before[piece.sampled] - piece.tokens.start, targets[piece.sampled]
+            temperature = temperature[piece.sampled] if isinstance(temperature, np.ndarray) else temperature
+            routing = None if routing is None else routing.part(piece.tokens)
+        if routing is not None and self._spread:
+            share = ids.shape[1] // self._parallel.tensor_size
+            routing = routing.part(slice(self._parallel.tensor_rank * share, (self._parallel.tensor_rank + 1) * share))
         return ParallelRow(
             ids,
             AttentionRow(qkv_format="sbhd", segments=segments, cos=cos, sin=sin),
-            row.sampled - 1,
-            row.targets,
-            sent(row.temperature, self._device) if isinstance(row.temperature, np.ndarray) else row.temperature,
+            before,
+            targets,
+            sent(temperature, self._device) if isinstance(temperature, np.ndarray) else temperature,
             routing,
+            piece,
+            len(places),
         )
 
     @property
     def _shares(self) -> int:
-        """Ranks that a row's tokens are cut over."""
-        return self._parallel.tensor_size if self._spread else 1
+        """Ranks that a row's tokens are cut over, between the matrices."""
+        context = self._parallel.context
+        return (self._parallel.tensor_size if self._spread else 1) * (1 if context is None else context.size)
 
     def passing_shape(self, tokens: int) -> tuple[int, ...]:
         """Of what passes from a layer to the next on this rank, of a row of so many tokens."""
         return -(-tokens // self._shares), 1, int(self.config.hidden_size)
 
     def forward(self, given: ParallelRow, chunk: int, support: Support = WHOLE) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [n] of the sampled tokens, float32, the same on all ranks of the model, which is all on one
-        stage. A collective."""
+        """Log-probs and entropies of all sampled tokens of the row, float32, the same on all ranks of the model, which is on
+        one stage. A collective."""
         return self.taken(given, self.passed(0, given, None), chunk, support)
 
     def ends(self, lap: int) -> bool:
@@ -171,7 +189,12 @@ class ParallelPolicy(nn.Module):
         if len(head) > self._vocabulary.count:
             head = head[: self._vocabulary.count]
         taken = hidden[:, 0].index_select(0, given.places).to(head.dtype)
-        return vocabulary.logprobs(taken, head, given.targets, given.temperature, chunk, self._vocabulary, support)
+        found = vocabulary.logprobs(taken, head, given.targets, given.temperature, chunk, self._vocabulary, support)
+        context, piece = self._parallel.context, given.piece
+        if context is None or piece is None:
+            return found
+        logprob, entropy = (context.joined(own, piece, given.sampled) for own in found)
+        return logprob, entropy
 
     @property
     def head(self) -> Tensor:
@@ -199,6 +222,6 @@ class ParallelPolicy(nn.Module):
 
     @torch.no_grad()
     def logprobs_only(self, given: ParallelRow, chunk: int, support: Support = WHOLE) -> Tensor:
-        """Log-probs [n] alone, without gradient. A collective."""
+        """Log-probs alone, without gradient. A collective."""
         logprob: Tensor = self(given, chunk, support=support)[0]
         return logprob

@@ -44,7 +44,7 @@ class PartPacker:
         of_experts = [spec for spec in bucket.specs if self._is_expert(spec)]
         if of_experts and parallel.experts.copies.rank == 0:
             self._gather_experts(of_experts, found, bucket.start, out)
-        if parallel.data_rank:
+        if parallel.alike.rank:
             return
         mine = self._message(bucket, parallel.stage, parallel.tensor_rank)
         if parallel.stage or parallel.tensor_rank:

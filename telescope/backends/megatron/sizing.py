@@ -28,7 +28,8 @@ def rank_memory(
         return parallel_memory(
             shape,
             tensor=settings.tensor_parallel_size,
-            models=ranks // settings.ranks_a_shard,
+            copies=ranks // settings.ranks_a_model,
+            sharing=settings.context_parallel_size,
             spread_sequence=settings.spreads_sequence(),
             spread_moments=settings.spreads_optimizer(ranks),
             row_tokens=seq_len or trainer.seq_len,
