@@ -51,7 +51,9 @@ def test_the_main_lines_of_a_run():
 
 
 def test_what_the_terminal_has_said_of_the_end_is_not_said_again():
-    assert format_closing({"steps": 3, "exit_reason": "worker-0 was lost"}, failed=True) == "  steps  3"
+    summary = {"restarts": {"server-0": 4}, "exit_reason": "server-0 was lost"}
+    assert format_closing(summary).splitlines()[-1] == "  end       server-0 was lost"
+    assert format_closing(summary, failed=True) == "  restarts  4 server-0"
 
 
 def test_a_run_in_which_nothing_was_scored_has_no_reward_and_not_one_of_0():

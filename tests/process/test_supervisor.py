@@ -247,7 +247,7 @@ def test_an_interrupt_while_the_summary_prints_lets_it_finish_and_is_the_exit_co
     """The summary is longer than a pipe holds, so the supervisor stands in the middle of it when the signal comes."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # an unbuffered Python loses the rest of an interrupted write
     launched = launch(stand_in("orchestrator", "finish", "0.5"), stand_in("worker-0", "finish"))
-    launched.run.summary_json.write_text(json.dumps({"notes": "x" * 300_000}))
+    launched.run.summary_json.write_text(json.dumps({"exit_reason": "x" * 300_000}))
     deadline = time.monotonic() + LIMIT_S
     while not launched.run.exit_json.exists():
         assert time.monotonic() < deadline
@@ -362,9 +362,9 @@ def test_progress_is_a_line_a_step_and_the_summary_comes_last(launch: Launch) ->
     ]
     assert out.splitlines() == [
         f"run directory: {launched.run.path}",
-        "  steps               3",
-        "  reward policy last  0.3",
-        "  rollouts            trained 24, failed 0",
+        "  reward    – → 0.300",
+        "  steps     3",
+        "  rollouts  24 trained",
     ]
 
 
