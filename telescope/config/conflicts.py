@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from telescope.config import plugins, vllm_arguments
-from telescope.config.evals import find_mistakes
+from telescope.config.evals import find_mistakes, find_server_mistakes
 from telescope.config.free_text import find_literal_secrets
 from telescope.config.models import attention_heads, layers
 from telescope.config.precision import refuse_training_dtype, warn_of_training_dtype
@@ -63,6 +63,14 @@ def _evals(config: RunConfig) -> Iterator[Conflict]:
         max_model_len=config.inference.max_model_len,
     )
     for paths, sentence in mistakes:
+        yield Conflict(paths, sentence)
+    for paths, sentence in find_server_mistakes(
+        config.eval,
+        config.active_evals,
+        servers=config.servers,
+        number_of_steps=config.number_of_steps,
+        sleeps=config.inference.sleep_while_training != "off",
+    ):
         yield Conflict(paths, sentence)
     for one in config.active_evals:
         entry = config.played[one.label]

@@ -127,6 +127,8 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     evals: tuple[EvalRules, ...] = ()
     """In the order in which they play where several are due."""
+    eval_servers: int = 0
+    """Servers held for the evals between the first step and the last, as far as training keeps one; 0: they play on all."""
     evals_hold_training: bool = False
     """The trainer gets no batch while an eval plays: servers that sleep while it trains would lose what they generate."""
 
@@ -143,6 +145,13 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError(f"retry_backoff_s={self.retry_backoff_s} must be 0 (at once) or more")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every={self.checkpoint_every} must be 0 (off) or more")
+        if self.eval_servers < 0:
+            raise ValueError(f"eval_servers={self.eval_servers} must be 0 (evals play on all servers) or more")
+        if self.eval_servers and self.evals_hold_training:
+            raise ValueError(
+                f"eval_servers={self.eval_servers} are held so that training goes on beside evals, and evals_hold_training "
+                "stops it: set eval_servers=0"
+            )
         if self.prompt_prefetch_buffer_size < 0:
             raise ValueError(f"prompt_prefetch_buffer_size={self.prompt_prefetch_buffer_size} must be 0 (off) or more")
         if self.max_async_rollout < 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from telescope.flow import commands
@@ -41,12 +41,15 @@ class EvalRecorder:
         """Its first one."""
         self._starts: dict[tuple[str, int], float] = {}
         self._ended = 0
+        self._held: tuple[str, ...] = ()
+        """Servers that are held for them."""
         self._lines: deque[str] = deque(maxlen=LINES)
 
     @property
     def described(self) -> str:
-        """What evals are under way; empty for none."""
-        return self._tally.described
+        """What evals are under way, and on which servers where some are held; empty for none."""
+        held = f" on {', '.join(self._held)}" if self._held else ""
+        return self._tally.described + held
 
     @property
     def status(self) -> dict[str, Any]:
@@ -75,6 +78,15 @@ class EvalRecorder:
         self._tally.begin(EvalProgress(command.eval, command.step, command.prompts, command.samples, command.first_rollout))
         self._starts[command.eval, command.step] = time.monotonic()
         log.info("eval %s of step %d: %d prompts x %d", command.eval, command.step, command.prompts, command.samples)
+
+    def hold(self, command: commands.HoldServers) -> None:
+        self._held = command.servers
+        played = " and ".join(f"{name} of step {step}" for name, step in command.evals)
+        log.info("%s held at version %d for the eval %s", ", ".join(command.servers), command.version, played)
+
+    def release(self, servers: Sequence[str]) -> None:
+        self._held = ()
+        log.info("%s held no more", ", ".join(servers))
 
     def write_scored(self, rollout: Rollout, row: Mapping[str, Any], safe: Callable[[], None]) -> None:
         """A sample has its score; `row`: as one of training has it."""

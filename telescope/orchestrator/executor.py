@@ -85,9 +85,13 @@ class Executor:
                 self._store.forget(rollout_ids)
             case commands.TrainOnBatch():
                 return self._train(command)
-            case commands.UpdateWeights(version=version):
+            case commands.HoldServers():
+                self._recorder.evals.hold(command)
+            case commands.ReleaseServers(servers=servers):
+                self._recorder.evals.release(servers)
+            case commands.UpdateWeights(version=version, held=held):
                 self._doing = "generating"
-                self._weights.begin(version, time.monotonic())
+                self._weights.begin(version, time.monotonic(), held)
             case commands.WarnUser(sentence=sentence):
                 log.warning("%s", sentence)
                 self._recorder.alert("warning", "core", sentence)

@@ -114,6 +114,7 @@ def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> Flo
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
         weights_while_training=not trainer_sends,
         evals=tuple(_make_eval_rules(config, one) for one in config.active_evals),
+        eval_servers=config.eval_servers,
         evals_hold_training=config.inference.sleep_while_training != "off",
         checkpoint_every=int(config.checkpoint.every),
         checkpoint_stop_timeout_s=config.checkpoint.stop_timeout_s,

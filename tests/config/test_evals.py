@@ -118,3 +118,53 @@ def test_an_environment_without_an_eval_split_is_refused_by_name(user: Path):
     point = compose_one("env=echo", "eval.every=5", config_dir=user)
     assert point.config is None
     assert "the environment 'echo' of echo has no eval split" in sentences(point)
+
+
+def servers_held(*overrides: str) -> int:
+    return compose("eval.every=2", "number_of_steps=9", *overrides).eval_servers
+
+
+@pytest.mark.parametrize(
+    ("servers", "asked", "held"),
+    [(1, "auto", 0), (2, "auto", 0), (3, "auto", 1), (8, "auto", 1), (3, 0, 0), (2, 1, 1), (8, 3, 3)],
+)
+def test_how_many_servers_are_held_for_evals(servers: int, asked: str | int, held: int):
+    assert servers_held(f"cluster.inference_num_workers={servers}", f"eval.num_servers={asked}") == held
+
+
+def test_where_servers_sleep_while_the_trainer_trains_none_is_held():
+    turns = ("orchestrator.max_async_rollout=0", "inference.sleep_while_training=keep_weights", "cluster.device=gpu")
+    assert servers_held("cluster.inference_num_workers=4", *turns) == 0
+    assert compose("cluster.inference_num_workers=4").eval_servers == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["eval.every=2", "eval.num_servers=3", "cluster.inference_num_workers=3"],
+            "eval.num_servers=3 leaves training none of the run's 3 inference servers: set eval.num_servers=2, or raise "
+            "cluster.inference_num_workers",
+        ),
+        (
+            ["eval.every=2", "eval.num_servers=1"],
+            "eval.num_servers=1 leaves training none of the run's 1 inference server: set eval.num_servers=0, or raise "
+            "cluster.inference_num_workers",
+        ),
+        (
+            [OWN, "eval.num_servers=1", "cluster.inference_num_workers=3", "number_of_steps=9"],
+            "eval.num_servers=1 does nothing: no eval is due between the first step and the last of 9, and the others play on "
+            "all servers; set eval.every, or leave it out",
+        ),
+        (
+            [
+                *("eval.every=2", "eval.num_servers=1", "cluster.inference_num_workers=3", "cluster.device=gpu"),
+                *("orchestrator.max_async_rollout=0", "inference.sleep_while_training=keep_weights"),
+            ],
+            "eval.num_servers=1 is not possible with inference.sleep_while_training, where all servers sleep while the trainer "
+            "trains: set eval.num_servers=0",
+        ),
+    ],
+)
+def test_servers_that_can_not_be_held_are_refused(overrides: list[str], sentence: str):
+    assert sentence in sentences(compose_one(*overrides))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 from collections import Counter
@@ -168,3 +169,49 @@ def test_a_run_that_is_stopped_in_its_last_eval_goes_on_with_it(start: Start):
     assert [(row["step"], row["state"]) for row in again.rows("evals")] == [(2, "complete")]
     assert_each_eval_is_whole_and_counted_once(again, [2], 400)
     assert again.summary()["exit_reason"] == "all 2 steps are trained"
+
+
+def test_an_eval_has_a_server_of_its_own_and_one_version_while_training_goes_on(start: Start):
+    run = start(*FAKE, *HELD, "number_of_steps=7", "eval.num_prompts=24")
+    assert run.wait() == 0, run.said()
+    rows = {row["step"]: row for row in run.rows("evals")}
+    assert sorted(rows) == [0, 3, 6, 7]
+    assert rows[3]["state"] == "complete"
+    assert (rows[3]["version_first"], rows[3]["version_last"]) == (3, 3)
+    hold, release = holds_of(run)[:2]
+    assert (hold["type"], release["type"]) == ("HoldServers", "ReleaseServers")
+    assert (hold["servers"], hold["version"], hold["evals"]) == (release["servers"], 3, [["countdown", 3]])
+    meanwhile = [row for row in run.rows("rollouts") if row["status"] == "scored" and row["version_last"] > 3]
+    assert meanwhile, "rollouts of training were sampled by later versions"
+    assert any("countdown of step 3: reward" in line for line in run.said().splitlines())
+    assert_numbers_follow_from_samples(run, rows[3])
+    assert replay(journal_lines(run.directory.journal)).disagreement is None
+
+
+HELD = (
+    "cluster.inference_num_workers=3",
+    "orchestrator.max_concurrent_prompts_per_server=2",
+    "eval.every=3",
+    "eval.num_samples=2",
+    "inference.fake_token_s=0.02",
+    "backend.step_s=0.3",
+)
+
+
+def holds_of(run: WholeRun) -> list[dict[str, Any]]:
+    commands = [command for line in list(journal_lines(run.directory.journal))[1:] for command in json.loads(line)["commands"]]
+    return [command for command in commands if command["type"] in ("HoldServers", "ReleaseServers")]
+
+
+def test_an_eval_whose_server_is_killed_in_mid_eval_loses_no_sample_and_counts_none_twice(start: Start):
+    run = start(
+        *FAKE, *HELD, "number_of_steps=9", "eval.baseline=false", "eval.final=false", "eval.num_prompts=60", "eval.every=8"
+    )
+    run.until(lambda: evaluates(run, 8) and " on server-" in str(run.status().get("doing")), "in the eval of step 8")
+    held = str(run.status()["doing"]).rpartition(" on ")[2]
+    os.kill(run.find(held).pid, signal.SIGKILL)
+    assert run.wait() == 0, run.said()
+    assert_each_eval_is_whole_and_counted_once(run, [8], 120)
+    assert f"{held} is lost, and evals go on beside training on all servers that are left" in run.said()
+    assert run.summary()["evals"]["countdown"]["failed"] == 0
+    assert replay(journal_lines(run.directory.journal)).disagreement is None
