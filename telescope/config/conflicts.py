@@ -50,6 +50,8 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_backend(config),
         *_shared_rows(config),
         *_checkpoints(config),
+        *_keep_best(config),
+        *_stop_after(config),
         *_evals(config),
     ]
 
@@ -485,13 +487,59 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
         )
     if not checkpoint.on:
         unread = () if checkpoint.resume else ("dir",)
-        for name in ("keep_last", "keep_every", *unread):
+        for name in ("keep_last", "keep_every", "keep_best", *unread):
             if (given := getattr(checkpoint, name)) is not None:
                 yield Conflict(
                     (f"checkpoint.{name}", "checkpoint.every"),
                     f"checkpoint.{name}={given} does nothing without checkpoints: set checkpoint.every=10, say, or leave it "
                     "out",
                 )
+
+
+def _keep_best(config: RunConfig) -> Iterator[Conflict]:
+    asked, best = config.checkpoint.keep_best, config.checkpoint.best
+    if best is None:
+        return
+    evals = {one.name: one for one in config.active_evals}
+    one, path = evals.get(best.eval), "checkpoint.keep_best"
+    if one is None:
+        known = f"its evals are {', '.join(evals)}" if evals else "it has none; set eval.every"
+        yield Conflict((path,), f"{path}={asked} names no eval of the run: {known}")
+    elif not one.is_due_between(config.number_of_steps):
+        yield Conflict(
+            (path,),
+            f"{path}={asked} has nothing to choose from: the eval {one.name} is not due between the first step and the last of "
+            f"{config.number_of_steps}; set evals.{one.name}.every or eval.every, or leave {path} out",
+        )
+    elif best.k is not None and best.k not in one.pass_at_k:
+        yield Conflict(
+            (path,),
+            f"{path}={asked} needs pass@{best.k} of the eval {one.name}, whose pass_at_k is {list(one.pass_at_k)}: add "
+            f"{best.k} to it",
+        )
+
+
+def _stop_after(config: RunConfig) -> Iterator[Conflict]:
+    limit, measure = config.eval.stop_after, config.stop_measure
+    if limit is None:
+        return
+    if measure is None:
+        yield Conflict(
+            ("eval.stop_after",),
+            f"eval.stop_after={limit} does nothing without an eval: set eval.every, or leave it out",
+        )
+        return
+    one = next((one for one in config.active_evals if one.name == measure.eval), None)
+    if one is None:
+        return  # which keep_best is refused for
+    played = one.count_before(config.number_of_steps)
+    if played <= limit:
+        yield Conflict(
+            ("eval.stop_after",),
+            f"eval.stop_after={limit} does nothing: the eval {one.name} is played {played} times before the last of "
+            f"{config.number_of_steps} steps, and the first of these gains; lower evals.{one.name}.every or eval.every, or "
+            "leave it out",
+        )
 
 
 def _is_put_aside(directory: str, run_dir: str) -> bool:

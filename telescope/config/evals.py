@@ -53,6 +53,9 @@ class EvalSettings(Settings):
     num_servers: Literal["auto"] | Annotated[int, Field(ge=0, le=1_000_000)] = "auto"
     """Servers that take nothing of training and keep their weights while evals between the first step and the last are played
     on them; 0: evals play beside training on all servers; auto: 1 where there are three servers or more, else 0."""
+    stop_after: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """End the run, saved and with its final evals, after so many evals in a row without a gain: of checkpoint.keep_best where
+    that is set, else in the reward of the first eval; null: train all steps."""
 
 
 class EvalEntry(Settings):
@@ -104,6 +107,10 @@ class Eval:
     def is_due_at_the_end(self, number_of_steps: int) -> bool:
         """Whether it plays after the last of so many steps."""
         return self.final or (self.every is not None and number_of_steps % self.every == 0)
+
+    def count_before(self, number_of_steps: int) -> int:
+        """How often it is due before the last of so many steps."""
+        return self.baseline + (0 if self.every is None else (number_of_steps - 1) // self.every)
 
     def is_due_between(self, number_of_steps: int) -> bool:
         """Whether it plays while such a run trains: neither before the first step alone nor after the last."""

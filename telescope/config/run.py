@@ -31,6 +31,7 @@ from pydantic_core import PydanticCustomError
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config import plugins
+from telescope.config.eval_measure import EvalMeasure
 from telescope.config.evals import FROM_SERVERS, Eval, EvalEntry, EvalSettings, is_of_its_own, make_evals, make_own_environments
 from telescope.config.redacted_output import hide_variables
 from telescope.config.redaction import Redactor, find_secret_values, spell_all
@@ -238,6 +239,13 @@ class RunConfig(Settings):
     def servers(self) -> int:
         """Inference servers: a server has `tensor_parallel_size` of the inference workers."""
         return self.cluster.inference_num_workers // self.inference.tensor_parallel_size
+
+    @property
+    def stop_measure(self) -> EvalMeasure | None:
+        """What is to gain in a run with `eval.stop_after`."""
+        if self.eval.stop_after is None or not self.active_evals:
+            return None
+        return self.checkpoint.best or EvalMeasure(self.active_evals[0].name)
 
     @property
     def eval_servers(self) -> int:

@@ -16,6 +16,7 @@ from telescope.flow import events as seen
 from telescope.flow.batches import BatchBuilder, GroupBatch
 from telescope.flow.checkpoint_schedule import CheckpointSchedule
 from telescope.flow.counts import Counts, RunTally
+from telescope.flow.early_stop import EarlyStop
 from telescope.flow.eval_servers import EvalServers
 from telescope.flow.evals import EVAL_IDS, EvalGroup, Evals
 from telescope.flow.group_lifecycle import GroupLifecycle, GroupStates
@@ -59,6 +60,7 @@ class Core:
         self._batches = BatchBuilder(settings)
         self._lanes = Lanes(settings)
         self._placement = Placement(settings)
+        self._early_stop = EarlyStop(settings)
         self._eval_servers = EvalServers(settings, self._placement, self._out.append)
         self._evals = Evals(settings, self._lanes, self._eval_servers, self._out.append)
         self._versions = WeightVersions(while_training=settings.weights_while_training)
@@ -135,7 +137,7 @@ class Core:
             lanes=placement.lanes,
             requests_waiting=len(placement.waiting),
             requests_placed=len(placement.requests) - len(placement.waiting),
-            eval_samples_left=self._evals.samples_left,
+            eval_samples_left=self._evals.samples_left if self.settings.evals else None,
         )
 
     # ---- what has happened
@@ -178,6 +180,9 @@ class Core:
                 self._checkpoints.finish(step)
             case seen.CheckpointFailed(step=step, cause=cause):
                 self._checkpoints.finish(step, cause)
+            case seen.EvalScored():
+                self._early_stop.note(event, self._versions.step)
+                self._evals.last_step = self._early_stop.last_step
             case seen.StopRequested(reason=reason, ok=ok, save=save):
                 if save and self._checkpoints.on and not ok:
                     self._leave_early(do.EndRun(reason, ok))
@@ -213,7 +218,7 @@ class Core:
             self._evals.go_on(members.eval_sizes, members.digests)
             if self._opened:
                 self._share_servers()
-            if self.version == settings.number_of_steps:
+            if self.version == self._early_stop.last_step:
                 self._leave(self._make_end())
         ahead = settings.prompt_prefetch_buffer_size
         self._prefetch = PromptPrefetch(sampler, ahead) if ahead else None
@@ -320,7 +325,9 @@ class Core:
         """The version trained on the batch is served: its slots are free, and what has become too old is retired."""
         self._groups.finish_batch(batch, self.version)
         self._evals.begin_due(self.version, self._membership.eval_sizes, self._membership.digests)
-        if self.version == self.settings.number_of_steps:
+        if self.version == self._early_stop.last_step:
+            if self._early_stop.sentence:
+                self._groups.retire_all(self._now)
             self._leave(self._make_end())
         else:
             self._groups.retire_stale(self.version, self._now)
@@ -328,7 +335,7 @@ class Core:
             self._out.append(do.WarnUser(sentence))
 
     def _make_end(self) -> do.EndRun:
-        return do.EndRun(f"all {self.version} steps are trained", ok=True)
+        return do.EndRun(self._early_stop.sentence or f"all {self.version} steps are trained", ok=True)
 
     def _send_weights(self) -> None:
         held = self._eval_servers.held
@@ -400,6 +407,7 @@ class Core:
             tally=self._tally.save(playing, under_way),
             limits=self._limits.state,
             evals=self._evals.save(),
+            early_stop=self._early_stop.state,
         )
 
     def _go_on_from(self, snapshot: Snapshot) -> None:
@@ -417,6 +425,8 @@ class Core:
         self._tally.restore(snapshot.tally)
         self._limits.restore(snapshot.limits)
         self._evals.restore(snapshot.evals)
+        self._early_stop.restore(snapshot.early_stop)
+        self._evals.last_step = self._early_stop.last_step
         for group in _in_order(playing):
             for rollout in group.rollouts:
                 self._lanes.queue(rollout)

@@ -113,6 +113,8 @@ class Evals:
         """Those played on the servers that are held now, ended ones included."""
         self.ended = False
         """One has, since the core last looked."""
+        self.last_step = settings.number_of_steps
+        """Of the run, as far as is known: evals that are due then are its final ones."""
         self._next_id = EVAL_IDS
         self._waiting: tuple[SavedRound, ...] = ()
         """Of the checkpoint that the run goes on from, until the prompts are known."""
@@ -137,7 +139,7 @@ class Evals:
         """At the commit of `version`, 0 before the first step. `sizes`: prompts in the eval split of each environment;
         `digests`: of their cards. An eval whose last round still plays is left out, so that slow ones don't pile up; the last
         of a run never is."""
-        last = version == self._settings.number_of_steps
+        last = version == self.last_step
         for rules in self._settings.evals:
             if not rules.is_due(version, last=last):
                 continue
@@ -162,7 +164,7 @@ class Evals:
         self._line_up(of)
 
     def _line_up(self, of: EvalRound) -> None:
-        if self._settings.eval_servers and 0 < of.step < self._settings.number_of_steps:
+        if self._settings.eval_servers and 0 < of.step < self.last_step:
             self._standing_by.append(of)
         else:
             self._queue(of)
@@ -190,7 +192,7 @@ class Evals:
         if not self._standing_by:
             return
         begun, held = self._standing_by, False
-        if version < self._settings.number_of_steps:
+        if version < self.last_step:
             if updating or self._servers.busy:
                 return
             held = self._servers.hold(version, tuple((one.rules.name, one.step) for one in begun))

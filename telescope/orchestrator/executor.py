@@ -79,8 +79,9 @@ class Executor:
                 self._recorder.record_group(command)
             case commands.BeginEval():
                 self._recorder.evals.begin(command)
-            case commands.EndEval():
-                self._recorder.end_eval(command)
+            case commands.EndEval(eval=name, step=step):
+                score = self._recorder.end_eval(command)
+                return () if score is None else (events.EvalScored(eval=name, step=step, score=score),)
             case commands.ForgetRollouts(rollout_ids=rollout_ids):
                 self._store.forget(rollout_ids)
             case commands.TrainOnBatch():

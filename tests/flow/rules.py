@@ -583,8 +583,9 @@ class Rules:
         }
         keep(not left, f"groups were lost at the end: {left}")
         if command.ok:
-            keep(self.version == self.settings.number_of_steps, f"{command} at version {self.version}")
-            steps = self.settings.number_of_steps - self.begun_at
+            last = self.version if "eval.stop_after" in command.reason else self.settings.number_of_steps
+            keep(self.version == last, f"{command} at version {self.version}")
+            steps = last - self.begun_at
             keep(len(self.steps) == steps, f"{len(self.steps)} Train commands")
             cut_off = [key for key, ended in self.evals_ended.items() if ended.state == "cut off"]
             keep(not cut_off, f"{cut_off} were cut off, though all is trained")
