@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
 from types import MappingProxyType
@@ -65,7 +65,7 @@ class RunStatus:
     changed: float
     job: str = ""
     """Of Slurm, with its state: `12_3 pending`; empty for a run that was started on a host."""
-    evals: Mapping[str, EvalReward] = MappingProxyType({})
+    evals: Mapping[str, EvalReward] = field(default_factory=dict)
     """The latest score of each."""
     best: BestCheckpointFile | None = None
     damaged: tuple[str, ...] = ()

@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -215,3 +217,72 @@ def test_an_eval_whose_server_is_killed_in_mid_eval_loses_no_sample_and_counts_n
     assert f"{held} is lost, and evals go on beside training on all servers that are left" in run.said()
     assert run.summary()["evals"]["countdown"]["failed"] == 0
     assert replay(journal_lines(run.directory.journal)).disagreement is None
+
+
+def saved_steps(run: WholeRun) -> list[int]:
+    return sorted(int(folder.name[5:]) for folder in run.directory.checkpoints.glob("step_????????"))
+
+
+def test_the_best_checkpoint_by_an_eval_outlives_later_ones_and_a_resume(start: Start):
+    run = start(
+        *FAKE,
+        "number_of_steps=6",
+        "checkpoint.every=6",
+        "checkpoint.keep_last=1",
+        "checkpoint.keep_best=countdown:max",
+        "eval.every=2",
+        "eval.num_prompts=6",
+        "eval.num_samples=2",
+        "backend.step_s=0.3",
+    )
+    assert run.wait() == 0, run.said()
+    best = assert_best_is_kept(run)
+    assert f"best step {best}: the reward of countdown" in listed(run)
+    again = start("number_of_steps=10", resume=run)
+    assert again.wait() == 0, again.said()
+    assert_best_is_kept(again)
+
+
+def assert_best_is_kept(run: WholeRun) -> int:
+    scores = {row["step"]: row["reward"] for row in run.rows("evals") if row["state"] == "complete" and row["step"]}
+    best = run.summary()["best_checkpoint"]
+    assert best["score"] == max(scores.values()) == scores[best["step"]]
+    assert best["step"] in saved_steps(run)
+    assert set(saved_steps(run)) <= set(scores), "one is made wherever the eval is due"
+    return int(best["step"])
+
+
+def listed(run: WholeRun) -> str:
+    asked = [sys.executable, "-m", "telescope", "runs", "list", str(run.directory.path)]
+    return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=100).stdout
+
+
+def test_a_run_whose_eval_gains_no_more_ends_saved_and_done(start: Start):
+    """No reward of countdown is above 1, and none of `never` is above 0."""
+    run = start(
+        *FAKE,
+        "number_of_steps=40",
+        "checkpoint.every=40",
+        "eval.stop_after=2",
+        "+evals.never={environment:countdown,every:1,num_prompts:1,max_tokens:1}",
+        "backend.step_s=0.3",
+    )
+    assert run.wait() == 0, run.said()
+    summary = run.summary()
+    last = summary["steps"]
+    assert last < 40
+    assert summary["exit_reason"].startswith("the reward of never has not gained in 2 evals since step ")
+    assert summary["exit_reason"].endswith(f"the run ends with step {last} of 40 (eval.stop_after=2)")
+    assert saved_steps(run) == [last]
+    assert max(row["step"] for row in run.rows("evals") if row["state"] == "complete") == last
+    assert replay(journal_lines(run.directory.journal)).disagreement is None
+    again = start(resume=run)
+    assert again.wait() != 0
+    assert f"has ended with step {last} by eval.stop_after=2" in again.said()
+
+
+def test_a_run_without_evals_has_no_column_of_them(start: Start):
+    run = start(*FAKE, "number_of_steps=1")
+    assert run.wait() == 0, run.said()
+    told = [run.summary(), run.status(), run.status()["counts"], *(row["metrics"] for row in run.rows("step_metrics"))]
+    assert [name for one in told for name in one if "eval" in name] == []
