@@ -245,7 +245,8 @@ class Placement:
         sticky, v_start = group.server, group.v_start
         known = self.servers.get(sticky) if sticky is not None else None
         if known is not None:
-            if known.version < v_start or known.outstanding >= known.capacity or not self._serves(group, sticky):
+            apart = self.apart and not self._serves(group, sticky)
+            if apart or known.version < v_start or known.outstanding >= known.capacity:
                 known = None
             elif not known.lanes.pressure:
                 return sticky
@@ -259,11 +260,12 @@ class Placement:
 
     def _takes(self, server: str, group: RolloutGroup) -> bool:
         known = self.servers.get(server)
-        return known is not None and known.version >= group.v_start and known.has_room and self._serves(group, server)
+        able = known is not None and known.version >= group.v_start and known.has_room
+        return able and (not self.apart or self._serves(group, server))
 
     def _serves(self, group: RolloutGroup, server: str | None) -> bool:
-        """Whether the server is there for such a group at all."""
-        return not self.apart or (server in self._held if group.dedicated else server not in self.apart)
+        """While servers are apart: whether this one is there for such a group at all."""
+        return server in self._held if group.dedicated else server not in self.apart
 
     def _charge(self, name: str, tokens: int, requests: int) -> None:
         server = self.servers[name]

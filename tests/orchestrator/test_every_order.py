@@ -189,8 +189,8 @@ class World:
             yield "time passes", ""
         if self.held:
             yield "is released", self.held
-        elif self.holds and self.core.travelling is None and len(self.believed) > 1:
-            yield from (("is held", name) for name, version in self.believed.items() if version == self.core.version)
+        elif self.holds and self.core.travelling is None and self.core.version < 1 and len(self.believed) > 1:
+            yield from (("is held", name) for name in self.servers[:1] if name in self.believed)  # all are alike
 
     def make(self, move: tuple[str, str]) -> None:
         what, who = move
