@@ -61,6 +61,9 @@ def find_resume_point(run: RunDirectory, config: RunConfig, step: int | None = N
     if has_played_all(run, config, facts.step):
         raise CannotResume(
             f"{run.path} has trained its number_of_steps={config.number_of_steps}: give a larger number_of_steps to train on"
+            if facts.step >= config.number_of_steps
+            else f"{run.path} has ended with step {facts.step} by eval.stop_after={config.eval.stop_after}: set it to null to "
+            "train on, or to more"
         )
     return ResumePoint(facts.step, folder, _read_rows(folder))
 
@@ -68,14 +71,19 @@ def find_resume_point(run: RunDirectory, config: RunConfig, step: int | None = N
 def has_played_all(run: RunDirectory, config: RunConfig, step: int) -> bool:
     """Whether nothing is left to do behind the checkpoint of `step`: all is trained, and each eval that it holds is over. Evals
     that the settings have gained since have nothing to be played beside. Raises `CannotResume`."""
-    if step != config.number_of_steps or not config.active_evals:
+    limit = config.eval.stop_after
+    if not config.active_evals or step > config.number_of_steps or (limit is None and step < config.number_of_steps):
         return step >= config.number_of_steps
-    from telescope.orchestrator.saved_state import read_evals_under_way  # arrays and all: for those who resume alone
+    from telescope.orchestrator import saved_state  # arrays and all: for those who resume alone
 
     names = {one.name for one in config.active_evals}
     folder = checkpoints.complete_folder(checkpoints.root(run, config.checkpoint.dir), step)
     try:
-        held = {(name, at) for name, at in read_evals_under_way(folder) if name in names}
+        if step < config.number_of_steps:
+            early = saved_state.read_early_stop(folder)
+            if early.last_step != step or limit is None or early.without_gain < limit:
+                return False
+        held = {(name, at) for name, at in saved_state.read_evals_under_way(folder) if name in names}
         return not held or held <= read_ended(run)
     except (checkpoints.CheckpointUnreadable, DamagedFile) as error:
         raise CannotResume(str(error)) from error

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +35,7 @@ from telescope.exit_codes import STOPS
 from telescope.runlog.files import DamagedFile, open_file
 from telescope.runlog.holder import find_state, stop
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.opening import RunLook, is_run, look
+from telescope.runlog.opening import BestCheckpointFile, EvalReward, RunLook, is_run, look
 
 OK, FAILED, USAGE = 0, 1, 2
 DEPTH = 2
@@ -65,6 +65,9 @@ class RunStatus:
     changed: float
     job: str = ""
     """Of Slurm, with its state: `12_3 pending`; empty for a run that was started on a host."""
+    evals: Mapping[str, EvalReward] = field(default_factory=dict)
+    """The latest score of each."""
+    best: BestCheckpointFile | None = None
     damaged: tuple[str, ...] = ()
     """A sentence a file that can't be used; what it would have said is missing above."""
 
@@ -176,7 +179,19 @@ def run_status(seen: RunLook, jobs: Mapping[str, QueuedJob] = MappingProxyType({
     reward = seen.summary.get("reward_policy_last", older)
     job = f"{seen.job} {describe_state(seen, jobs)}".strip()
     damaged = tuple(map(str, seen.damaged))
-    return RunStatus(run, state, status.step, status.steps, reward, reason, changed, job, damaged)
+    return RunStatus(
+        run,
+        state,
+        status.step,
+        status.steps,
+        reward,
+        reason,
+        changed,
+        job,
+        status.eval_rewards,
+        status.best_checkpoint,
+        damaged,
+    )
 
 
 def _state_of_files(seen: RunLook, changed: float, *, over: bool) -> str:
@@ -199,7 +214,9 @@ def _state_of_files(seen: RunLook, changed: float, *, over: bool) -> str:
 def _line(one: RunStatus) -> str:
     step = "-" if one.step is None else f"{one.step}/{one.steps}" if one.steps else str(one.step)
     reward = f"{one.reward:.3f}" if isinstance(one.reward, int | float) else "-"
-    more = [text for text in (f"job {one.job}" if one.job else "", one.reason, *one.damaged) if text]
+    evals = [f"eval {name} {score.reward:.3f}" for name, score in one.evals.items() if score.reward is not None]
+    best = f"best step {one.best.step}: {one.best.measure} {one.best.score:.4g}" if one.best is not None else ""
+    more = [text for text in (*evals, best, f"job {one.job}" if one.job else "", one.reason, *one.damaged) if text]
     return f"{one.state:<8} {step:>11} {reward:>8}  {one.run.path}{_bracketed(more)}"
 
 
@@ -214,6 +231,8 @@ def _as_json(one: RunStatus) -> dict[str, Any]:
         "step": one.step,
         "steps": one.steps,
         "reward": one.reward,
+        "evals": {name: {"step": score.step, "reward": score.reward} for name, score in one.evals.items()},
+        "best_step": one.best.step if one.best is not None else None,
         "reason": one.reason,
         "job": one.job,
         "damaged": one.damaged,

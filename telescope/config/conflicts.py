@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from telescope.config import plugins, vllm_arguments
-from telescope.config.evals import find_mistakes
+from telescope.config.evals import find_mistakes, find_server_mistakes
 from telescope.config.free_text import find_literal_secrets
 from telescope.config.models import read_counts
 from telescope.config.precision import refuse_training_dtype, warn_of_training_dtype
@@ -50,6 +50,8 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_backend(config),
         *_shared_rows(config),
         *_checkpoints(config),
+        *_keep_best(config),
+        *_stop_after(config),
         *_evals(config),
     ]
 
@@ -63,6 +65,14 @@ def _evals(config: RunConfig) -> Iterator[Conflict]:
         max_model_len=config.inference.max_model_len,
     )
     for paths, sentence in mistakes:
+        yield Conflict(paths, sentence)
+    for paths, sentence in find_server_mistakes(
+        config.eval,
+        config.active_evals,
+        servers=config.servers,
+        number_of_steps=config.number_of_steps,
+        sleeps=config.inference.sleep_while_training != "off",
+    ):
         yield Conflict(paths, sentence)
     for one in config.active_evals:
         entry = config.played[one.label]
@@ -461,13 +471,59 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
         )
     if not checkpoint.on:
         unread = () if checkpoint.resume else ("dir",)
-        for name in ("keep_last", "keep_every", *unread):
+        for name in ("keep_last", "keep_every", "keep_best", *unread):
             if (given := getattr(checkpoint, name)) is not None:
                 yield Conflict(
                     (f"checkpoint.{name}", "checkpoint.every"),
                     f"checkpoint.{name}={given} does nothing without checkpoints: set checkpoint.every=10, say, or leave it "
                     "out",
                 )
+
+
+def _keep_best(config: RunConfig) -> Iterator[Conflict]:
+    asked, best = config.checkpoint.keep_best, config.checkpoint.best
+    if best is None:
+        return
+    evals = {one.name: one for one in config.active_evals}
+    one, path = evals.get(best.eval), "checkpoint.keep_best"
+    if one is None:
+        known = f"its evals are {', '.join(evals)}" if evals else "it has none; set eval.every"
+        yield Conflict((path,), f"{path}={asked} names no eval of the run: {known}")
+    elif not one.is_due_between(config.number_of_steps):
+        yield Conflict(
+            (path,),
+            f"{path}={asked} has nothing to choose from: the eval {one.name} is not due between the first step and the last of "
+            f"{config.number_of_steps}; set evals.{one.name}.every or eval.every, or leave {path} out",
+        )
+    elif best.k is not None and best.k not in one.pass_at_k:
+        yield Conflict(
+            (path,),
+            f"{path}={asked} needs pass@{best.k} of the eval {one.name}, whose pass_at_k is {list(one.pass_at_k)}: add "
+            f"{best.k} to it",
+        )
+
+
+def _stop_after(config: RunConfig) -> Iterator[Conflict]:
+    limit, measure = config.eval.stop_after, config.stop_measure
+    if limit is None:
+        return
+    if measure is None:
+        yield Conflict(
+            ("eval.stop_after",),
+            f"eval.stop_after={limit} does nothing without an eval: set eval.every, or leave it out",
+        )
+        return
+    one = next((one for one in config.active_evals if one.name == measure.eval), None)
+    if one is None:
+        return  # which keep_best is refused for
+    played = one.count_before(config.number_of_steps)
+    if played <= limit:
+        yield Conflict(
+            ("eval.stop_after",),
+            f"eval.stop_after={limit} does nothing: the eval {one.name} is played {played} times before the last of "
+            f"{config.number_of_steps} steps, and the first of these gains; lower evals.{one.name}.every or eval.every, or "
+            "leave it out",
+        )
 
 
 def _is_put_aside(directory: str, run_dir: str) -> bool:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,10 @@ SHARED = (
     *("baseline", "final"),
 )
 """Settings of `eval` that `evals.<name>` may have of its own."""
+
+
+FROM_SERVERS = 3
+"""A run of so many inference servers holds one for its evals where `num_servers` is auto."""
 
 
 class EvalSettings(Settings):
@@ -46,6 +50,12 @@ class EvalSettings(Settings):
     """Evaluate before the first step too."""
     final: bool = True
     """Evaluate after the last step too."""
+    num_servers: Literal["auto"] | Annotated[int, Field(ge=0, le=1_000_000)] = "auto"
+    """Servers that take nothing of training and keep their weights while evals between the first step and the last are played
+    on them; 0: evals play beside training on all servers; auto: 1 where there are three servers or more, else 0."""
+    stop_after: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """End the run, saved and with its final evals, after so many evals in a row without a gain: of checkpoint.keep_best where
+    that is set, else in the reward of the first eval; null: train all steps."""
 
 
 class EvalEntry(Settings):
@@ -98,6 +108,14 @@ class Eval:
         """Whether it plays after the last of so many steps."""
         return self.final or (self.every is not None and number_of_steps % self.every == 0)
 
+    def count_before(self, number_of_steps: int) -> int:
+        """How often it is due before the last of so many steps."""
+        return self.baseline + (0 if self.every is None else (number_of_steps - 1) // self.every)
+
+    def is_due_between(self, number_of_steps: int) -> bool:
+        """Whether it plays while such a run trains: neither before the first step alone nor after the last."""
+        return self.every is not None and self.every < number_of_steps
+
     def is_due(self, number_of_steps: int) -> bool:
         """Whether it is ever due in a run of so many steps."""
         return self.baseline or self.final or (self.every is not None and self.every <= number_of_steps)
@@ -120,6 +138,33 @@ def make_evals(
         own = is_of_its_own(name, entry, environments)
         made.append(Eval(name, name if own else entry.environment or name, **chosen))
     return tuple(made)
+
+
+def find_server_mistakes(
+    shared: EvalSettings, evals: tuple[Eval, ...], *, servers: int, number_of_steps: int, sleeps: bool
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The same of `eval.num_servers`. `sleeps`: servers sleep while the trainer trains."""
+    asked = shared.num_servers
+    if asked == "auto" or asked == 0:
+        return
+    if asked >= servers:
+        yield (
+            ("eval.num_servers", "cluster.inference_num_workers"),
+            f"eval.num_servers={asked} leaves training none of the run's {servers} inference server{'s' * (servers != 1)}: "
+            f"set eval.num_servers={servers - 1 if servers > 1 else 0}, or raise cluster.inference_num_workers",
+        )
+    if sleeps:
+        yield (
+            ("eval.num_servers", "inference.sleep_while_training"),
+            f"eval.num_servers={asked} is not possible with inference.sleep_while_training, where all servers sleep while the "
+            "trainer trains: set eval.num_servers=0",
+        )
+    if not any(one.is_due_between(number_of_steps) for one in evals):
+        yield (
+            ("eval.num_servers",),
+            f"eval.num_servers={asked} does nothing: no eval is due between the first step and the last of {number_of_steps}, "
+            "and the others play on all servers; set eval.every, or leave it out",
+        )
 
 
 def digest_sampling(one: Eval, entry: EnvironmentEntry, rollout: RolloutSettings, max_model_len: int) -> str:

@@ -107,10 +107,8 @@ NAMES: dict[str, str] = {
     "eval_after_training": "eval.final",
     "eval_every": "eval.every",
     "pass_k": "eval.pass_at_k",
-    **dict.fromkeys(
-        ("eval_num_servers", "eval_start_end_use_all_servers"),
-        f"{_GONE}: evals play on all servers, beside training",
-    ),
+    "eval_num_servers": "eval.num_servers",
+    "eval_start_end_use_all_servers": f"{_GONE}: the evals before and after training play on all servers",
     "separate_eval_samples": f"{_GONE}: an eval plays its environment's eval split, which training never sees",
     # what other trainers call it
     "lr": "trainer.learning_rate",

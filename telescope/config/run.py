@@ -31,7 +31,8 @@ from pydantic_core import PydanticCustomError
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config import plugins
-from telescope.config.evals import Eval, EvalEntry, EvalSettings, is_of_its_own, make_evals, make_own_environments
+from telescope.config.eval_measure import EvalMeasure
+from telescope.config.evals import FROM_SERVERS, Eval, EvalEntry, EvalSettings, is_of_its_own, make_evals, make_own_environments
 from telescope.config.redacted_output import hide_variables
 from telescope.config.redaction import Redactor, find_secret_values, spell_all
 from telescope.config.resume import FIXED
@@ -238,6 +239,21 @@ class RunConfig(Settings):
     def servers(self) -> int:
         """Inference servers: a server has `tensor_parallel_size` of the inference workers."""
         return self.cluster.inference_num_workers // self.inference.tensor_parallel_size
+
+    @property
+    def stop_measure(self) -> EvalMeasure | None:
+        """What is to gain in a run with `eval.stop_after`."""
+        if self.eval.stop_after is None or not self.active_evals:
+            return None
+        return self.checkpoint.best or EvalMeasure(self.active_evals[0].name)
+
+    @property
+    def eval_servers(self) -> int:
+        """Servers held for each eval that is due during training."""
+        asked, servers = self.eval.num_servers, self.servers
+        if self.inference.sleep_while_training != "off" or not self.active_evals:
+            return 0
+        return asked if asked != "auto" else int(servers >= FROM_SERVERS)
 
     @property
     def algorithm_name(self) -> str:

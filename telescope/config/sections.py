@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from telescope.config.cluster import ClusterSettings as ClusterSettings
+from telescope.config.eval_measure import EvalMeasure
 from telescope.config.secrets import parse_reference
 from telescope.config.words import typed
 from telescope.flow.curriculum import PassRatePool, PassRateRules
@@ -405,6 +406,9 @@ class CheckpointSettings(Settings):
     """Delete older checkpoints than the last so many, once a newer one is complete; null: keep all."""
     keep_every: int | None = Field(default=None, ge=1, le=1_000_000_000)
     """With keep_last: checkpoints whose step it divides are never deleted."""
+    keep_best: str | None = None
+    """An eval and which way is better, `countdown:max` (its reward) or `countdown/pass@4:max`: a checkpoint is made at each
+    step that it is due at too, and the one with the best score is never deleted."""
     async_save: bool = True
     """Training goes on as soon as the state is copied to host memory, while it is written from there; false: it waits until
     all is written, and no second copy is held."""
@@ -420,6 +424,13 @@ class CheckpointSettings(Settings):
     """On one host: attempts that begin by themselves after a part of the run has died (a trainer rank, a worker), each from a
     newer checkpoint than the last one did; 0: none."""
 
+    @field_validator("keep_best")
+    @classmethod
+    def _keep_best_is_a_measure(cls, text: str | None) -> str | None:
+        if text is not None:
+            EvalMeasure.parse(text)
+        return text
+
     @field_validator("dir")
     @classmethod
     def _dir_is_absolute(cls, directory: str | None) -> str | None:
@@ -433,6 +444,11 @@ class CheckpointSettings(Settings):
     @property
     def on(self) -> bool:
         return bool(self.every)
+
+    @property
+    def best(self) -> EvalMeasure | None:
+        """By which the best checkpoint is kept."""
+        return None if self.keep_best is None else EvalMeasure.parse(self.keep_best)
 
 
 class WireSettings(Settings):

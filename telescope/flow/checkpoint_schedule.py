@@ -15,6 +15,8 @@ class CheckpointSchedule:
 
     def __init__(self, settings: FlowSettings, last: int = 0) -> None:
         self._every = settings.checkpoint_every
+        self._with = next((rules for rules in settings.evals if rules.name == settings.checkpoint_with), None)
+        """The eval at each of whose steps one is due too."""
         self._deadline_s = settings.checkpoint_stop_timeout_s
         self.last = last
         """Step of the latest complete checkpoint."""
@@ -39,7 +41,8 @@ class CheckpointSchedule:
 
     def note_commit(self, version: int) -> str:
         """A version is served. A sentence where the checkpoint due has to wait for the one before it."""
-        if self.on and (version % self._every == 0 or self.leaving is not None):
+        evaluated = self._with is not None and self._with.is_due(version, last=False)
+        if self.on and (version % self._every == 0 or evaluated or self.leaving is not None):
             self.owed = True
             if self.under_way is not None:
                 return (

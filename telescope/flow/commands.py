@@ -117,10 +117,28 @@ class EndEval(CoreCommand, frozen=True, tag="EndEval"):
     """Samples that had no outcome when it was cut off."""
 
 
+class HoldServers(CoreCommand, frozen=True, tag="HoldServers"):
+    """The servers are held for evals: they take nothing of training and no update until they are released."""
+
+    servers: tuple[str, ...]
+    version: int
+    """They serve it, and go on to."""
+    evals: tuple[tuple[str, int], ...]
+    """(name, step) of each."""
+
+
+class ReleaseServers(CoreCommand, frozen=True, tag="ReleaseServers"):
+    """The servers are held no more: the next update brings them up, and then they take training's requests."""
+
+    servers: tuple[str, ...]
+
+
 class UpdateWeights(CoreCommand, frozen=True, tag="Update"):
-    """Bring all servers to the version. It may be the one already served, for a server that joined since."""
+    """Bring all servers to the version but those held for evals. It may be the one already served, for a server that joined
+    since."""
 
     version: int
+    held: tuple[str, ...] = ()
 
 
 class TakeCheckpoint(CoreCommand, frozen=True, tag="Checkpoint"):
@@ -147,7 +165,8 @@ class EndRun(CoreCommand, frozen=True, tag="Stop"):
 
 AnyCommand = (
     DispatchRollout | CancelAttempt | AnnouncePrompts | PlaceRequest | RefuseRequest | RecordGroupState | TrainOnBatch
-    | IgnoreResult | ForgetRollouts | BeginEval | EndEval | UpdateWeights | TakeCheckpoint | WarnUser | EndRun
+    | IgnoreResult | ForgetRollouts | BeginEval | EndEval | HoldServers | ReleaseServers | UpdateWeights | TakeCheckpoint
+    | WarnUser | EndRun
 )  # fmt: skip
 
 Say = Callable[[AnyCommand], None]

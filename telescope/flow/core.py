@@ -16,6 +16,8 @@ from telescope.flow import events as seen
 from telescope.flow.batches import BatchBuilder, GroupBatch
 from telescope.flow.checkpoint_schedule import CheckpointSchedule
 from telescope.flow.counts import Counts, RunTally
+from telescope.flow.early_stop import EarlyStop
+from telescope.flow.eval_servers import EvalServers
 from telescope.flow.evals import EVAL_IDS, EvalGroup, Evals
 from telescope.flow.group_lifecycle import GroupLifecycle, GroupStates
 from telescope.flow.groups import GroupState, RolloutAttempt, RolloutGroup
@@ -57,8 +59,10 @@ class Core:
         self._slots = Slots(settings)
         self._batches = BatchBuilder(settings)
         self._lanes = Lanes(settings)
-        self._evals = Evals(settings, self._lanes, self._out.append)
         self._placement = Placement(settings)
+        self._early_stop = EarlyStop(settings)
+        self._eval_servers = EvalServers(settings, self._placement, self._out.append)
+        self._evals = Evals(settings, self._lanes, self._eval_servers, self._out.append)
         self._versions = WeightVersions(while_training=settings.weights_while_training)
         self._checkpoints = CheckpointSchedule(settings)
         self._states = GroupStates(self._tally, self._out.append)
@@ -94,6 +98,9 @@ class Core:
         self._now = now
         self._out.clear()
         self._absorb(event)
+        if self._evals.ended and self._eval_servers.held:
+            self._evals.release_servers(self.version)
+            self._share_servers()
         if self._ending is None and self._checkpoints.waits:
             self._save_or_leave()
         if self._ending is None:
@@ -130,7 +137,7 @@ class Core:
             lanes=placement.lanes,
             requests_waiting=len(placement.waiting),
             requests_placed=len(placement.requests) - len(placement.waiting),
-            eval_samples_left=self._evals.samples_left,
+            eval_samples_left=self._evals.samples_left if self.settings.evals else None,
         )
 
     # ---- what has happened
@@ -173,6 +180,9 @@ class Core:
                 self._checkpoints.finish(step)
             case seen.CheckpointFailed(step=step, cause=cause):
                 self._checkpoints.finish(step, cause)
+            case seen.EvalScored():
+                self._early_stop.note(event, self._versions.step)
+                self._evals.last_step = self._early_stop.last_step
             case seen.StopRequested(reason=reason, ok=ok, save=save):
                 if save and self._checkpoints.on and not ok:
                     self._leave_early(do.EndRun(reason, ok))
@@ -206,7 +216,9 @@ class Core:
             self._evals.begin_due(0, members.eval_sizes, members.digests)
         else:
             self._evals.go_on(members.eval_sizes, members.digests)
-            if self.version == settings.number_of_steps:
+            if self._opened:
+                self._share_servers()
+            if self.version == self._early_stop.last_step:
                 self._leave(self._make_end())
         ahead = settings.prompt_prefetch_buffer_size
         self._prefetch = PromptPrefetch(sampler, ahead) if ahead else None
@@ -229,11 +241,16 @@ class Core:
         if server not in self._placement.servers:
             return
         self._versions.forget_server(server)
+        apart = self._eval_servers.busy
+        if apart:
+            self._evals.lose_server(server, self.version)
         self._requests.lose_server(server, f"{server} was lost: {cause}")
+        if apart:
+            self._share_servers()
 
     def _end_generation(self, event: seen.GenerationOver) -> None:
         rollout = self._lanes.in_flight.get((event.rollout_id, event.attempt))
-        if rollout is not None and self.settings.free_lane_after_generation:
+        if rollout is not None and self.settings.free_lane_after_generation and not rollout.group.dedicated:
             self._lanes.end_generation(rollout)
 
     def _take_result(self, event: seen.RolloutDone) -> None:
@@ -268,8 +285,14 @@ class Core:
             self._placement.serve(server, version)
         batch = versions.commit(version)
         self._opened = True
+        self._eval_servers.take_back(self.version)
         if batch is not None:
             self._commit(batch)
+        self._share_servers()
+
+    def _share_servers(self) -> None:
+        """Which are held for evals, and which take part in an update, may have changed."""
+        self._evals.start_standing_by(self.version, updating=self._versions.travelling is not None)
         self._send_weights()
         self._requests.place_waiting()
 
@@ -302,7 +325,9 @@ class Core:
         """The version trained on the batch is served: its slots are free, and what has become too old is retired."""
         self._groups.finish_batch(batch, self.version)
         self._evals.begin_due(self.version, self._membership.eval_sizes, self._membership.digests)
-        if self.version == self.settings.number_of_steps:
+        if self.version == self._early_stop.last_step:
+            if self._early_stop.sentence:
+                self._groups.retire_all(self._now)
             self._leave(self._make_end())
         else:
             self._groups.retire_stale(self.version, self._now)
@@ -310,12 +335,14 @@ class Core:
             self._out.append(do.WarnUser(sentence))
 
     def _make_end(self) -> do.EndRun:
-        return do.EndRun(f"all {self.version} steps are trained", ok=True)
+        return do.EndRun(self._early_stop.sentence or f"all {self.version} steps are trained", ok=True)
 
     def _send_weights(self) -> None:
-        version = self._versions.start_update({name: server.version for name, server in self._placement.servers.items()})
+        held = self._eval_servers.held
+        servers = {name: server.version for name, server in self._placement.servers.items() if name not in held}
+        version = self._versions.start_update(servers)
         if version is not None:
-            self._out.append(do.UpdateWeights(version))
+            self._out.append(do.UpdateWeights(version, held))
 
     # ---- the end, and checkpoints that it may wait for
 
@@ -380,6 +407,7 @@ class Core:
             tally=self._tally.save(playing, under_way),
             limits=self._limits.state,
             evals=self._evals.save(),
+            early_stop=self._early_stop.state,
         )
 
     def _go_on_from(self, snapshot: Snapshot) -> None:
@@ -397,6 +425,8 @@ class Core:
         self._tally.restore(snapshot.tally)
         self._limits.restore(snapshot.limits)
         self._evals.restore(snapshot.evals)
+        self._early_stop.restore(snapshot.early_stop)
+        self._evals.last_step = self._early_stop.last_step
         for group in _in_order(playing):
             for rollout in group.rollouts:
                 self._lanes.queue(rollout)
@@ -455,12 +485,15 @@ class Core:
             self._groups.admit(drawn)
 
     def _dispatch(self) -> None:
-        lanes, version, first = self._placement.lanes, self._versions.version, self._evals.holds_training
+        lanes, dedicated = self._placement.lanes, 0
+        if self._placement.apart:
+            lanes, dedicated = self._placement.split_lanes()
+        version, first = self._versions.version, self._evals.holds_training
         self._lanes.wake(self._now)
-        while (rollout := self._lanes.dispatch(lanes, version, self._now, first)) is not None:
+        while (rollout := self._lanes.dispatch(lanes, version, self._now, first, dedicated)) is not None:
             group = rollout.group
             if group.v_start < 0:
-                group.v_start = version
+                group.v_start = self._eval_servers.version if group.dedicated else version
                 self._states.reach(group, GroupState.QUEUED)
                 if self._prefetch is not None and not group.of_eval:
                     self._prefetch.note_sent(group.group_id)

@@ -48,14 +48,18 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     tokens_discarded: int
     tokens_lost: int
     """Sampled tokens of failed and cancelled attempts and groups."""
-    eval_samples_left: int = 0
-    """Of the evals under way: samples without an outcome. All other counts of rollouts, groups and tokens are training's, but
-    for those that wait, run or score at the moment."""
+    eval_samples_left: int | None = None
+    """None in a run without evals. Of the evals under way: samples without an outcome. All other counts of rollouts, groups and
+    tokens are training's, but for those that wait, run or score at the moment."""
     age_mean: float
     """Mean age of the trained groups, in versions; 0 before the first."""
     age_max: int
     ages: dict[str, int]
     """Trained groups by age; the ages as text, since JSON has no other keys."""
+
+    def as_fields(self) -> dict[str, Any]:
+        """By name, without those that say nothing of this run."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
 REASONS_KEPT = 100
@@ -169,7 +173,7 @@ class RunTally:
         lanes: int,
         requests_waiting: int,
         requests_placed: int,
-        eval_samples_left: int,
+        eval_samples_left: int | None,
     ) -> Counts:
         """A snapshot, completed by what the core holds at the moment."""
         return Counts(

@@ -4,8 +4,10 @@ like any other.
     commit of version v ─▶ due? ─▶ BeginEval, its groups wait for lanes ─▶ each sample scored or given up ─▶ EndEval
 
 An eval plays the first prompts of its environment's eval split, the same ones each time, with the same seeds: what differs
-between two of its scores is the policy. It is pinned to no version: servers are updated under it, and each answer says which
-version sampled it. Its groups are no training's: they hold no slot, enter no batch and no tally, and never grow stale.
+between two of its scores is the policy. One that is due between the first step and the last is dedicated where servers can be
+held for it (eval_servers.py): it is of one version. Else it is pinned to none: servers are updated under it, and each answer
+says which version sampled it. Its groups are no training's: they hold no slot, enter no batch and no tally, and never grow
+stale.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Mapping
 import msgspec
 
 from telescope.flow import commands as do
+from telescope.flow.eval_servers import EvalServers
 from telescope.flow.groups import GroupState, RolloutAttempt, RolloutGroup, RolloutStatus
 from telescope.flow.lanes import Lanes
 from telescope.flow.limits import EVAL_SPLIT
@@ -73,6 +76,11 @@ class EvalRound:
         self.undecided = prompts * rules.num_samples
         self.failed = 0
 
+    def dedicate(self, on: bool) -> None:
+        """It plays on servers held for it, or no longer."""
+        for group in self.groups:
+            group.dedicated = on
+
     def save(self) -> SavedRound:
         decided: dict[RolloutStatus, list[int]] = {RolloutStatus.DONE: [], RolloutStatus.FAILED: []}
         for group in self.groups:
@@ -93,13 +101,20 @@ class EvalRound:
 class Evals:
     """The evals of a run. `say` takes commands."""
 
-    def __init__(self, settings: FlowSettings, lanes: Lanes, say: do.Say) -> None:
+    def __init__(self, settings: FlowSettings, lanes: Lanes, servers: EvalServers, say: do.Say) -> None:
         self._settings = settings
         self._lanes = lanes
+        self._servers = servers
         self._say = say
         self._rounds: list[EvalRound] = []
+        self._standing_by: list[EvalRound] = []
+        """Of these, the ones that wait for servers to be held."""
+        self._dedicated: list[EvalRound] = []
+        """Those played on the servers that are held now, ended ones included."""
         self.ended = False
         """One has, since the core last looked."""
+        self.last_step = settings.number_of_steps
+        """Of the run, as far as is known: evals that are due then are its final ones."""
         self._next_id = EVAL_IDS
         self._waiting: tuple[SavedRound, ...] = ()
         """Of the checkpoint that the run goes on from, until the prompts are known."""
@@ -124,7 +139,7 @@ class Evals:
         """At the commit of `version`, 0 before the first step. `sizes`: prompts in the eval split of each environment;
         `digests`: of their cards. An eval whose last round still plays is left out, so that slow ones don't pile up; the last
         of a run never is."""
-        last = version == self._settings.number_of_steps
+        last = version == self.last_step
         for rules in self._settings.evals:
             if not rules.is_due(version, last=last):
                 continue
@@ -146,7 +161,13 @@ class Evals:
     def _begin(self, of: EvalRound) -> None:
         self._rounds.append(of)
         self._say(do.BeginEval(of.rules.name, of.step, of.prompts, of.rules.num_samples, of.first_id))
-        self._queue(of)
+        self._line_up(of)
+
+    def _line_up(self, of: EvalRound) -> None:
+        if self._settings.eval_servers and 0 < of.step < self.last_step:
+            self._standing_by.append(of)
+        else:
+            self._queue(of)
 
     def _queue(self, of: EvalRound) -> None:
         for group in of.groups:
@@ -162,6 +183,51 @@ class Evals:
             unfinished = saved.prompts * saved.rules.num_samples - len(saved.scored) - len(saved.failed)
             self._say(do.EndEval(saved.rules.name, saved.step, "cut off", len(saved.failed), unfinished))
         self._rounds, self._waiting = [], ()
+
+    # ---- servers held for them
+
+    def start_standing_by(self, version: int, *, updating: bool) -> None:
+        """Those that wait begin, together: once servers of `version` can be held, which is not while others are held or come
+        back from it, nor during an update; on all servers where none can be held, and where training is over."""
+        if not self._standing_by:
+            return
+        begun, held = self._standing_by, False
+        if version < self.last_step:
+            if updating or self._servers.busy:
+                return
+            held = self._servers.hold(version, tuple((one.rules.name, one.step) for one in begun))
+        self._standing_by = []
+        for one in begun:
+            one.dedicate(held)
+            self._queue(one)
+        self._dedicated = begun if held else self._dedicated
+
+    def lose_server(self, server: str, version: int) -> None:
+        """Before its requests are placed elsewhere: on another that is held, or on any where none is left."""
+        servers, held = self._servers, self._servers.held
+        servers.lose(server)
+        if not held or (servers.held and servers.leave_training_one(server)):
+            return
+        self._say(
+            do.WarnUser(
+                f"{server} is lost, and evals go on beside training on all servers that are left: their answers may be of "
+                "several versions"
+            )
+        )
+        self._end_dedicated(version)
+
+    def release_servers(self, version: int) -> None:
+        """Where all that were played on them have ended. `version`: served by the others."""
+        if self._dedicated and not any(one.undecided for one in self._dedicated):
+            self._end_dedicated(version)
+
+    def _end_dedicated(self, version: int) -> None:
+        ended, self._dedicated = self._dedicated, []
+        for one in ended:
+            one.dedicate(False)
+        self._lanes.share_dedicated()
+        if self._servers.held:
+            self._servers.release(version)
 
     # ---- one sample
 
@@ -236,7 +302,7 @@ class Evals:
             group.undecided = sum(rollout.status is RolloutStatus.WAITING for rollout in group.rollouts)
             group.state = GroupState.PENDING if group.undecided else GroupState.COMPLETE
         of.failed, of.undecided = len(saved.failed), of.undecided - len(decided)
-        self._queue(of)
+        self._line_up(of)
 
 
 def eval_seed(run_seed: int, name: str, index: int, sample: int) -> int:

@@ -148,6 +148,19 @@ class CheckpointFailed(Event, frozen=True):
     cause: str
 
 
+class EvalScored(Event, frozen=True):
+    """An eval that has ended has its score, by which the run may end early. Raises ValueError where it is not a number."""
+
+    eval: str
+    step: int
+    """It was due at."""
+    score: float
+
+    def __post_init__(self) -> None:
+        if not isfinite(self.score):
+            raise ValueError(f"score={self.score} of the eval {self.eval} of step {self.step} is not a finite number")
+
+
 class StopRequested(Event, frozen=True):
     """A signal or a fault outside the core asks for the end."""
 
@@ -164,5 +177,5 @@ class Tick(Event, frozen=True):
 AnyEvent = (
     WorkerJoined | WorkerLost | ServerJoined | ServerLost | TrainerReady | TurnStarted | TurnDone
     | GenerationOver | ServerLoad | RolloutDone | RolloutFailed | StepDone | UpdateDone | UpdateFailed | CheckpointDone
-    | CheckpointFailed | StopRequested | Tick
+    | CheckpointFailed | EvalScored | StopRequested | Tick
 )  # fmt: skip

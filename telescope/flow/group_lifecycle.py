@@ -26,6 +26,7 @@ from telescope.flow.staleness import Slots, is_stale
 
 OFF_POLICY = "off_policy"
 ZERO_ADVANTAGE = "zero_advantage"
+RUN_ENDED = "the run ended"
 
 
 class GroupStates:
@@ -220,6 +221,15 @@ class GroupLifecycle:
                 if self.sampler is not None:
                     (self.sampler.drop if group.returned else self.sampler.give_back)(group.prompt)
 
+    def retire_all(self, now: float) -> None:
+        """The run ends before its last step: what still plays is cancelled, so that evals have its lanes, and its prompts can
+        be drawn again by an attempt that goes on."""
+        for group in list(self._slots.alive.values()):
+            if group.playing:
+                self._retire(group, GroupState.CANCELLED, RUN_ENDED, now)
+                if self.sampler is not None:
+                    (self.sampler.drop if group.returned else self.sampler.give_back)(group.prompt)
+
     def finish_batch(self, batch: GroupBatch, version: int) -> None:
         """The version trained on the batch is served: its groups' slots are free, and nobody asks for its rollouts again."""
         forgotten: list[int] = []
@@ -236,8 +246,8 @@ class GroupLifecycle:
         """Account for every group still alive, and for what workers hold. Nothing is cancelled one by one: EndRun ends every
         process."""
         for group in self._slots.alive.values():
-            self._states.move(group, GroupState.CANCELLED, "the run ended")
-            self._tally.count_retired(group, GroupState.CANCELLED, "the run ended")
+            self._states.move(group, GroupState.CANCELLED, RUN_ENDED)
+            self._tally.count_retired(group, GroupState.CANCELLED, RUN_ENDED)
         under_way = [rollout for rollout in self._lanes.in_flight.values() if not rollout.group.of_eval]
         self._tally.tokens_lost += sum(rollout.tokens for rollout in under_way)
         self._evals.end_all()

@@ -114,8 +114,8 @@ class RolloutGroup:
     """Whether it is an eval's, and none of training."""
 
     __slots__ = (
-        "failed", "first_rollout", "group_id", "has_lane", "in_flight", "prompt", "returned", "rollouts", "server", "state",
-        "undecided", "v_start",
+        "dedicated", "failed", "first_rollout", "group_id", "has_lane", "in_flight", "prompt", "returned", "rollouts", "server",
+        "state", "undecided", "v_start",
     )  # fmt: skip
 
     def __init__(
@@ -139,6 +139,8 @@ class RolloutGroup:
         self.has_lane = False
         self.server: str | None = None
         """Server of its latest request: siblings share its prefix cache."""
+        self.dedicated = False
+        """An eval's, which is played on the servers held for it and on their lanes."""
 
     def retry(self, rollout: RolloutAttempt) -> RolloutAttempt:
         """The rollout's next attempt, in its place."""

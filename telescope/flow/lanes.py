@@ -5,7 +5,8 @@ answer says that it has stopped.
 
 Where rollouts of training and of evals both wait, an eval's starts only while evals have less than their part of the lanes, and
 at most each second start is one: so an eval always comes to its end, and training never stands still for one. Lanes that
-training leaves idle are an eval's too, each until its sample ends.
+training leaves idle are an eval's too, each until its sample ends. An eval with servers of its own ("dedicated") has their
+lanes and no others, and training has the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Line:
 
     def __init__(self) -> None:
         self._fresh: deque[RolloutAttempt] = deque()
-        """Never sent out; they come in order of their ids."""
+        """Never sent out, in order of their arrival, which is that of their ids but for `take_over`."""
         self._retried: list[tuple[int, int, RolloutAttempt]] = []
         self.used = False
         """Whether anything was ever put into it."""
@@ -60,6 +61,12 @@ class Line:
             fresh.popleft()
         return fresh[0] if fresh else None
 
+    def take_over(self, other: Line) -> None:
+        """All that waits in the other one waits in this one, behind what does already."""
+        while (rollout := other.first()) is not None:
+            other.drop_first()
+            self.put(rollout)
+
     def drop_first(self) -> None:
         """The one that `first` has just named leaves the line."""
         if self._retried:
@@ -75,9 +82,13 @@ class Lanes:
         self._individual = settings.enable_individual_sample_lanes
         self._deadline_s = settings.rollout_deadline_s
         self._cancel_deadline_s = settings.cancel_deadline_s
-        self._training, self._evals = Line(), Line()
+        self._training, self._evals, self._dedicated = Line(), Line(), Line()
         self._evals_running = 0
-        """Attempts of evals that workers hold."""
+        """Attempts of evals that workers hold, but for dedicated ones."""
+        self._dedicated_running = 0
+        """Of dedicated evals; each keeps its lane until it has ended."""
+        self._dedicated_groups = 0
+        """Groups of dedicated evals that have a lane."""
         self._eval_was_last = False
         """Whether the last rollout to start was an eval's."""
         self._resting: list[tuple[float, int, RolloutAttempt]] = []
@@ -128,7 +139,14 @@ class Lanes:
                 self._line_up(rollout)
 
     def _line_up(self, rollout: RolloutAttempt) -> None:
-        (self._evals if rollout.group.of_eval else self._training).put(rollout)
+        group = rollout.group
+        (self._dedicated if group.dedicated else self._evals if group.of_eval else self._training).put(rollout)
+
+    def share_dedicated(self) -> None:
+        """No eval is dedicated any more: what waits and what runs of those that were is as of any eval."""
+        self._evals.take_over(self._dedicated)
+        self._evals_running += self._dedicated_running
+        self._dedicated_running = self._dedicated_groups = 0
 
     def give_up(self, rollout: RolloutAttempt) -> None:
         """One that waits will not be played."""
@@ -140,10 +158,15 @@ class Lanes:
         """Rollouts that run and hold no lane any more."""
         return len(self.in_flight) - self._generating
 
-    def dispatch(self, lanes: int, version: int, now: float, evals_first: bool = False) -> RolloutAttempt | None:
+    def dispatch(
+        self, lanes: int, version: int, now: float, evals_first: bool = False, dedicated: int = 0
+    ) -> RolloutAttempt | None:
         """Start the first waiting rollout if one of the `lanes` of all servers and a credit are free. `evals_first`: training
-        waits for an eval's end, so an eval's rollout goes before any of training's."""
-        chosen = self._choose(lanes, evals_first)
+        waits for an eval's end, so an eval's rollout goes before any of training's. `dedicated`: lanes beside, of servers that
+        are held for evals."""
+        chosen = self._choose_dedicated(lanes, dedicated) if dedicated else None
+        if chosen is None:
+            chosen = self._choose(lanes, evals_first)
         if chosen is None:
             return None
         line, rollout = chosen
@@ -170,27 +193,44 @@ class Lanes:
                 return line, rollout
         return None
 
+    def _choose_dedicated(self, lanes: int, dedicated: int) -> tuple[Line, RolloutAttempt] | None:
+        """The next one of a dedicated eval. Servers just held still have rollouts of training, whose lanes are free when they
+        end."""
+        rollout = self._dedicated.first()
+        if rollout is None:
+            return None
+        if self._individual:
+            has_lane = self._dedicated_running < dedicated and self._generating < lanes + dedicated
+        else:
+            free = self._dedicated_groups < dedicated and self._groups_with_lane < lanes + dedicated
+            has_lane = rollout.group.has_lane or free
+        return (self._dedicated, rollout) if has_lane else None
+
     def _has_lane(self, group: RolloutGroup, lanes: int) -> bool:
         if self._individual:
-            return self._generating < lanes
+            return self._generating - self._dedicated_running < lanes
         # without servers nothing starts, whatever lane the group holds
-        return lanes > 0 and (group.has_lane or self._groups_with_lane < lanes)
+        return lanes > 0 and (group.has_lane or self._groups_with_lane - self._dedicated_groups < lanes)
 
     def _start(self, rollout: RolloutAttempt, name: str, version: int, now: float) -> None:
         rollout.start(name, version, now)
         self.waiting -= 1
         self.in_flight[rollout.rollout_id, rollout.attempt] = rollout
         self._generating += 1
-        self._evals_running += rollout.group.of_eval
-        self._eval_was_last = rollout.group.of_eval
+        group = rollout.group
+        if group.dedicated:
+            self._dedicated_running += 1
+        else:
+            self._evals_running += group.of_eval
+            self._eval_was_last = group.of_eval
         worker = self.workers[name]
         worker.taken += 1
         self._freest.put(name, worker.taken - worker.capacity)
-        group = rollout.group
         group.in_flight += 1
         if not group.has_lane:
             group.has_lane = True
             self._groups_with_lane += 1
+            self._dedicated_groups += group.dedicated
         self._sent.append(rollout)
 
     # ---- the end of an attempt
@@ -217,7 +257,10 @@ class Lanes:
         worker.taken -= 1
         self._freest.put(rollout.worker, worker.taken - worker.capacity)
         group = rollout.group
-        self._evals_running -= group.of_eval
+        if group.dedicated:
+            self._dedicated_running -= 1
+        else:
+            self._evals_running -= group.of_eval
         group.in_flight -= 1
         if not group.in_flight:
             self.leave_lane(group)
@@ -227,6 +270,7 @@ class Lanes:
         if group.has_lane and group.in_flight == 0 and not group.playing:
             group.has_lane = False
             self._groups_with_lane -= 1
+            self._dedicated_groups -= group.dedicated
 
     # ---- deadlines
 

@@ -3,6 +3,8 @@ nothing too often in a row. Sentences; core.py and group_lifecycle.py decide."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from telescope.flow import events as seen
@@ -12,6 +14,12 @@ from telescope.records import EnvironmentCard
 EVAL_SPLIT = "eval"
 
 
+def name_place(label: str, trained: Collection[str]) -> str:
+    """Where an environment stands in the configuration: with those that are `trained` on, or with the eval that alone plays
+    it."""
+    return f"{'environments' if label in trained else 'evals'}.{label}"
+
+
 class Membership:
     """Compares the workers' cards with each other, and watches for roles that nobody fills."""
 
@@ -19,6 +27,8 @@ class Membership:
         self._trained = [label for label, _ in settings.environments]
         self._evals = {rules.environment: rules.name for rules in reversed(settings.evals)}
         self._labels = list(dict.fromkeys([*self._trained, *self._evals]))
+        self._places = {label: name_place(label, self._trained) for label in self._labels}
+        """In the configuration."""
         self._split = settings.split
         self._deadline_s = settings.absence_deadline_s
         self._first: tuple[str, dict[str, EnvironmentCard]] | None = None
@@ -48,7 +58,7 @@ class Membership:
             return f"{event.worker} joined with capacity {event.capacity}: it must take at least one rollout at once"
         for label in self._labels:
             if label not in cards:
-                return f"{event.worker} did not load environments.{label}: it reports {sorted(cards) or 'none'}"
+                return f"{event.worker} did not load {self._places[label]}: it reports {sorted(cards) or 'none'}"
             sizes = cards[label].split_sizes
             if label in self._trained and sizes.get(self._split, 0) < 1:
                 return f"environments.{label} has no prompt in its split {self._split!r}: there is nothing to draw"
@@ -64,7 +74,7 @@ class Membership:
         for label in self._labels:
             if cards[label] != known[label]:
                 return (
-                    f"environments.{label} differs between {first} (digest {known[label].digest}) and {event.worker} "
+                    f"{self._places[label]} differs between {first} (digest {known[label].digest}) and {event.worker} "
                     f"(digest {cards[label].digest}): they would train on different prompts; give both the same data and code"
                 )
         return ""

@@ -15,7 +15,7 @@ has begun goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 
 from telescope.flow import commands as do
@@ -146,6 +146,10 @@ class Placement:
         self.requests: dict[str, TokenRequest] = {}
         self.waiting: dict[str, TokenRequest] = {}
         """Requests no server may answer yet, in order of arrival; all are in `requests` too."""
+        self.apart: frozenset[str] = frozenset()
+        """Servers that take nothing of training; empty but for evals that have servers of their own."""
+        self._held: frozenset[str] = frozenset()
+        """Of these, the ones that take requests of dedicated evals, which no other server does."""
         self._least_loaded = Ranking()
         self._answered = 0
         self._answered_tokens = 0
@@ -153,6 +157,15 @@ class Placement:
     def join(self, server: str, version: int, capacity: int) -> None:
         known = self.servers[server] = ServerRoom(version, capacity, ServerLanes(self._settings))
         self._weigh(server, known)
+
+    def put_apart(self, held: tuple[str, ...], returning: tuple[str, ...]) -> None:
+        """From now on these take nothing of training: the `held` are for dedicated evals, those `returning` for nobody."""
+        self._held, self.apart = frozenset(held), frozenset((*held, *returning))
+
+    def split_lanes(self) -> tuple[int, int]:
+        """Lanes of the servers that are not apart, and of those held for evals."""
+        apart = sum(self.servers[name].counted for name in self.apart)
+        return self.lanes - apart, sum(self.servers[name].counted for name in self._held)
 
     def lose(self, server: str) -> list[TokenRequest]:
         """Forget the server; the requests placed on it are returned in order and forgotten too."""
@@ -195,10 +208,20 @@ class Placement:
         """The first waiting request that a server would take now."""
         if not self.waiting:
             return None
-        youngest = max((server.version for server in self.servers.values() if server.has_room), default=-1)
-        if youngest < 0:
+        youngest = self._find_youngest(self.servers.keys() - self.apart if self.apart else self.servers)
+        dedicated = self._find_youngest(self._held)
+        if youngest < 0 and dedicated < 0:
             return None
-        return next((request for request in self.waiting.values() if request.rollout.group.v_start <= youngest), None)
+        for request in self.waiting.values():
+            group = request.rollout.group
+            if group.v_start <= (dedicated if group.dedicated else youngest):
+                return request
+        return None
+
+    def _find_youngest(self, names: Iterable[str]) -> int:
+        """The latest version of those with room; -1 where none has any."""
+        servers = (self.servers[name] for name in names)
+        return max((server.version for server in servers if server.has_room), default=-1)
 
     def finish(self, request_id: str, completion_tokens: int) -> TokenRequest | None:
         """Its server has answered; None if the request is not at a server (any more)."""
@@ -222,11 +245,12 @@ class Placement:
         sticky, v_start = group.server, group.v_start
         known = self.servers.get(sticky) if sticky is not None else None
         if known is not None:
-            if known.version < v_start or known.outstanding >= known.capacity:
+            apart = self.apart and not self._serves(group, sticky)
+            if apart or known.version < v_start or known.outstanding >= known.capacity:
                 known = None
             elif not known.lanes.pressure:
                 return sticky
-        best = self._least_loaded.first_that(lambda server: self._takes(server, v_start), below=FULL)
+        best = self._least_loaded.first_that(lambda server: self._takes(server, group), below=FULL)
         if known is None or best is None:
             return best
         other = self.servers[best]
@@ -234,9 +258,14 @@ class Placement:
         moves = other.lanes.pressure < known.lanes.pressure and 2 * other.load <= known.load
         return best if moves else sticky
 
-    def _takes(self, server: str, version: int) -> bool:
+    def _takes(self, server: str, group: RolloutGroup) -> bool:
         known = self.servers.get(server)
-        return known is not None and known.version >= version and known.has_room
+        able = known is not None and known.version >= group.v_start and known.has_room
+        return able and (not self.apart or self._serves(group, server))
+
+    def _serves(self, group: RolloutGroup, server: str | None) -> bool:
+        """While servers are apart: whether this one is there for such a group at all."""
+        return server in self._held if group.dedicated else server not in self.apart
 
     def _charge(self, name: str, tokens: int, requests: int) -> None:
         server = self.servers[name]

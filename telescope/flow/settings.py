@@ -122,11 +122,21 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """This many batches' worth of groups discarded for equal rewards in a row, none kept between, ends the run."""
     checkpoint_every: int = 0
     """A checkpoint each so many steps, at the last one, and before a stop that leaves time for it; 0: none."""
+    checkpoint_with: str = ""
+    """An eval: with checkpoints on, one is made at each step that it is due at, too."""
     checkpoint_stop_timeout_s: float = 120.0
     """A run that is told to stop waits no longer than this for its step and its checkpoint."""
 
     evals: tuple[EvalRules, ...] = ()
     """In the order in which they play where several are due."""
+    stop_after: int = 0
+    """The run ends after so many evals in a row (`EvalScored`) without a gain; 0: it trains all its steps."""
+    stop_measure: str = ""
+    """What is to gain, in words."""
+    stop_lower: bool = False
+    """A gain is a lower score."""
+    eval_servers: int = 0
+    """Servers held for the evals between the first step and the last, as far as training keeps one; 0: they play on all."""
     evals_hold_training: bool = False
     """The trainer gets no batch while an eval plays: servers that sleep while it trains would lose what they generate."""
 
@@ -141,8 +151,19 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if not 0 <= self.retry_backoff_s < float("inf"):
             raise ValueError(f"retry_backoff_s={self.retry_backoff_s} must be 0 (at once) or more")
+        if self.checkpoint_with and self.checkpoint_with not in [rules.name for rules in self.evals]:
+            raise ValueError(f"checkpoint_with={self.checkpoint_with} names no eval: there are {[e.name for e in self.evals]}")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every={self.checkpoint_every} must be 0 (off) or more")
+        if self.stop_after < 0:
+            raise ValueError(f"stop_after={self.stop_after} must be 0 (off) or more")
+        if self.eval_servers < 0:
+            raise ValueError(f"eval_servers={self.eval_servers} must be 0 (evals play on all servers) or more")
+        if self.eval_servers and self.evals_hold_training:
+            raise ValueError(
+                f"eval_servers={self.eval_servers} are held so that training goes on beside evals, and evals_hold_training "
+                "stops it: set eval_servers=0"
+            )
         if self.prompt_prefetch_buffer_size < 0:
             raise ValueError(f"prompt_prefetch_buffer_size={self.prompt_prefetch_buffer_size} must be 0 (off) or more")
         if self.max_async_rollout < 0:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from telescope.flow.counts import RunTallyState
+from telescope.flow.early_stop import EarlyStop, SavedEarlyStop
 from telescope.flow.evals import SavedEvals
 from telescope.flow.groups import GroupState, RolloutGroup, RolloutStatus
-from telescope.flow.limits import FailureLimitsState
+from telescope.flow.limits import FailureLimitsState, name_place
 from telescope.flow.prompt_sampler import DataPosition
 from telescope.flow.settings import FlowSettings
 from telescope.records import PromptRef
@@ -65,6 +66,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tally: RunTallyState
     limits: FailureLimitsState
     evals: SavedEvals = SavedEvals()
+    early_stop: SavedEarlyStop = SavedEarlyStop()
 
     @property
     def complete(self) -> tuple[SavedGroup, ...]:
@@ -99,7 +101,11 @@ def find_refusal(snapshot: Snapshot, settings: FlowSettings) -> str:
             f"the checkpoint of step {snapshot.step} was made with environments {', '.join(labels)}, and this run has "
             f"{', '.join(others)}: name the same ones, in the same order"
         )
-    unplayed = snapshot.evals.rounds and settings.number_of_steps == snapshot.step
+    early = EarlyStop(settings)
+    early.restore(snapshot.early_stop)
+    unplayed = snapshot.evals.rounds and early.last_step == snapshot.step
+    if early.last_step <= snapshot.step < settings.number_of_steps and not unplayed:
+        return f"{early.sentence}: set eval.stop_after=null to train on, or to more"
     if settings.number_of_steps <= snapshot.step and not unplayed:
         return (
             f"number_of_steps={settings.number_of_steps} is reached: the checkpoint is of step {snapshot.step}; raise "
@@ -121,7 +127,8 @@ def compare_sizes(snapshot: Snapshot, sizes: Mapping[str, int]) -> str:
 
 def compare_digests(snapshot: Snapshot, digests: Mapping[str, str]) -> str:
     """Which environments are not those of the snapshot, though they have as many prompts; empty where all are."""
-    changed = [f"environments.{label}" for label, digest in digests.items() if snapshot.digests.get(label, digest) != digest]
+    trained = [label for label, _ in snapshot.settings.environments]
+    changed = [name_place(label, trained) for label, digest in digests.items() if snapshot.digests.get(label, digest) != digest]
     return f"{', '.join(changed)}: prompts or settings are not those of the checkpoint" if changed else ""
 
 

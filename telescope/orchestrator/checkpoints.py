@@ -182,9 +182,9 @@ class CheckpointCoordinator:
         if save.own is not None:
             save.nbytes += save.own.result()
         save.deadline = now + self._timeout_s
-        save.completing = self._writer.submit(self._complete, save)
+        save.completing = self._writer.submit(self._complete, save, self._recorder.evals.protect_steps(save.step))
 
-    def _complete(self, save: _Save) -> None:
+    def _complete(self, save: _Save, protected: frozenset[int]) -> None:
         """In the thread: make it whole, then delete what nothing keeps. Raises OSError."""
         rules = self._rules
         assert rules is not None
@@ -202,7 +202,7 @@ class CheckpointCoordinator:
             written=checkpoints.now(),
         )
         checkpoints.finish(save.folder, facts)
-        for step in _delete_old(lambda: checkpoints.retain(rules.directory, rules.keep_last, rules.keep_every)):
+        for step in _delete_old(lambda: checkpoints.retain(rules.directory, rules.keep_last, rules.keep_every, protected)):
             log.info("the checkpoint of step %d is deleted (checkpoint.keep_last)", step)
 
     def _finish(self, save: _Save, done: Future[None]) -> None:

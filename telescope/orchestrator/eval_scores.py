@@ -98,6 +98,11 @@ class EvalTally:
             progress.scores[rollout.order.rollout_id] = SampleScore.of(rollout)
 
     @property
+    def under_way(self) -> tuple[tuple[str, int], ...]:
+        """(name, step) of each."""
+        return tuple((one.eval, one.step) for one in self._under_way)
+
+    @property
     def described(self) -> str:
         """`eval gsm8k of step 20: 31 of 64 samples`; empty where none is under way."""
         return "; ".join(

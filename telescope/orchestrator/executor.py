@@ -79,15 +79,20 @@ class Executor:
                 self._recorder.record_group(command)
             case commands.BeginEval():
                 self._recorder.evals.begin(command)
-            case commands.EndEval():
-                self._recorder.end_eval(command)
+            case commands.EndEval(eval=name, step=step):
+                score = self._recorder.end_eval(command)
+                return () if score is None else (events.EvalScored(eval=name, step=step, score=score),)
             case commands.ForgetRollouts(rollout_ids=rollout_ids):
                 self._store.forget(rollout_ids)
             case commands.TrainOnBatch():
                 return self._train(command)
-            case commands.UpdateWeights(version=version):
+            case commands.HoldServers():
+                self._recorder.evals.hold(command)
+            case commands.ReleaseServers(servers=servers):
+                self._recorder.evals.release(servers)
+            case commands.UpdateWeights(version=version, held=held):
                 self._doing = "generating"
-                self._weights.begin(version, time.monotonic())
+                self._weights.begin(version, time.monotonic(), held)
             case commands.WarnUser(sentence=sentence):
                 log.warning("%s", sentence)
                 self._recorder.alert("warning", "core", sentence)

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from telescope.config.run import RunConfig
 from telescope.exit_codes import COMPONENT_FAILED, ERROR, STOPPED
 from telescope.flow import commands, events
@@ -227,7 +225,7 @@ class Orchestrator:
             "queue": counts.rollouts_waiting,
             "version": counts.version,
             "restarts": dict(self._recorder.restarts),
-            "counts": msgspec.structs.asdict(counts),
+            "counts": counts.as_fields(),
         }
 
     @property

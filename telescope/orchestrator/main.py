@@ -114,8 +114,13 @@ def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> Flo
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
         weights_while_training=not trainer_sends,
         evals=tuple(_make_eval_rules(config, one) for one in config.active_evals),
+        stop_after=config.eval.stop_after or 0,
+        stop_measure=config.stop_measure.name if config.stop_measure is not None else "",
+        stop_lower=config.stop_measure is not None and config.stop_measure.lower_is_better,
+        eval_servers=config.eval_servers,
         evals_hold_training=config.inference.sleep_while_training != "off",
         checkpoint_every=int(config.checkpoint.every),
+        checkpoint_with=config.checkpoint.best.eval if config.checkpoint.best is not None else "",
         checkpoint_stop_timeout_s=config.checkpoint.stop_timeout_s,
     )
 
@@ -208,8 +213,10 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         parity=parity,
         redactor=context.redactor,
         evals={one.name: _make_eval_scoring(config, one) for one in config.active_evals},
+        best=config.checkpoint.best,
+        stop_measure=config.stop_measure,
     )
-    recorder.resume(begun.counters, begun.history)
+    recorder.resume(begun.counters, begun.history, core.version)
 
     def summarize() -> None:
         recorder.write_summary(core.counts(), _make_summary(end.outcome, started))

@@ -16,13 +16,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
 import numpy as np
 import orjson
 
+from telescope.config.eval_measure import EvalMeasure
 from telescope.config.redaction import Redactor
 from telescope.flow import commands
 from telescope.flow.counts import Counts
+from telescope.flow.limits import name_place
 from telescope.maths.summaries import gini, group_mean, max_median_ratio
 from telescope.orchestrator.batch import TrainBatch, place_turns
 from telescope.orchestrator.cohorts import (
@@ -70,6 +71,8 @@ class Recorder:
         parity: ParityCheck | None = None,
         redactor: Redactor | None = None,
         evals: Mapping[str, EvalScoring] = MappingProxyType({}),
+        best: EvalMeasure | None = None,
+        stop_measure: EvalMeasure | None = None,
     ) -> None:
         self._redactor = redactor or Redactor()
         self._token_groups = token_groups
@@ -78,7 +81,8 @@ class Recorder:
         self.rewards = rewards or RewardRanges()
         self._trained = frozenset(environments)
         self._group_size, self._each = group_size, len(environments) > 1
-        self.evals = EvalRecorder(log, mirror, evals)
+        self.evals = EvalRecorder(log, mirror, evals, best)
+        self._stop_measure = stop_measure
         self._cohorts = CohortTally(group_size)
         self._ends = CohortEnds()
         self._ended: list[Cohort] = []
@@ -127,8 +131,8 @@ class Recorder:
             evals=self.evals.save(),
         )
 
-    def resume(self, counters: SummaryCounters, history: Sequence[Mapping[str, Any]]) -> None:
-        """Go on where a checkpoint was made. `history`: the metrics of each step before it."""
+    def resume(self, counters: SummaryCounters, history: Sequence[Mapping[str, Any]], step: int = 0) -> None:
+        """Go on where a checkpoint was made, of `step`. `history`: the metrics of each step before it."""
         self.tokens.update(counters.tokens)
         self.seconds |= counters.seconds
         self.rewards.outside.update(counters.out_of_range)
@@ -136,7 +140,7 @@ class Recorder:
         self.history = [{name: value for name, value in step.items() if value is not None} for step in history]
         self._cohorts.restore(counters.cohorts)
         self._ends = CohortEnds(list(counters.first_cohorts), list(counters.last_cohorts), counters.cohorts_ended)
-        self.evals.restore(counters.evals)
+        self.evals.restore(counters.evals, step)
         self._sampled_before = self.tokens["completion"]
 
     def add_to_next_step(self, metrics: Mapping[str, float], *, instead_of: str = "") -> None:
@@ -151,6 +155,8 @@ class Recorder:
     ) -> None:
         row = {"step": step, "state": state, "nbytes": nbytes, "seconds": seconds, "stall_s": stall_s, "cause": cause}
         self._log.append("checkpoints", row)
+        if state == "complete":
+            self.evals.note_checkpoint(step)
 
     def start_clock(self) -> None:
         """Every worker and server is there: seconds of training and of the first step count from here, not from the start of
@@ -168,14 +174,14 @@ class Recorder:
                     "rollout.max_tokens (or its own max_tokens) leaves for them: they are never drawn"
                 )
                 log.warning("%s", sentence)
-                self.alert("warning", f"environments.{card.name}", sentence)
+                self.alert("warning", name_place(card.name, self._trained or (card.name,)), sentence)
             if card.in_training:
                 sentence = (
                     f"{card.in_training} prompts that are evaluated are among those that are trained on: a score on them may "
                     "be memory; evaluate another environment, or hold prompts out (docs/evals.md)"
                 )
                 log.warning("%s", sentence)
-                self.alert("warning", f"environments.{card.name}", sentence)
+                self.alert("warning", name_place(card.name, self._trained or (card.name,)), sentence)
             if card.name in self._trained or not self._trained:
                 self._prompts[card.name] = {"kept": total - card.too_long, "too_long": card.too_long}
 
@@ -227,10 +233,12 @@ class Recorder:
             row |= {"status": "error", "failure": kind}
         self._log.append("rollouts", row)
 
-    def end_eval(self, command: commands.EndEval) -> None:
-        """With all its scores, those that were put off too."""
+    def end_eval(self, command: commands.EndEval) -> float | None:
+        """With all its scores, those that were put off too. Gives the number by which the run may end early; None where it has
+        none, or is not of that eval."""
         self.catch_up()
-        self.evals.end(command, len(self.history))
+        row = self.evals.end(command, len(self.history))
+        return self._stop_measure.read(row) if self._stop_measure is not None else None
 
     def _warn_of_failures(self, label: str, sentence: str) -> None:
         if sentence:
@@ -304,7 +312,7 @@ class Recorder:
         self._step_ends.append(now)
         metrics = self._report_policy(counts.version) | dict(done.metrics) | timings | self._next_step
         self._next_step = {}
-        numbers = msgspec.structs.asdict(counts).items()
+        numbers = counts.as_fields().items()
         metrics |= {f"flow/{name}": float(value) for name, value in numbers if isinstance(value, int | float)}
         metrics |= _measure_groups(batch)
         metrics |= batch.compute_metrics()
@@ -424,7 +432,8 @@ class Recorder:
             "exact_last": last.get("metrics", {}).get("exact"),
             "policy_first": first,
             "policy_last": last,
-            "evals": self.evals.summary,
+            **({"evals": evals} if (evals := self.evals.summary) else {}),
+            **self.evals.best_checkpoint,
             "rollouts": {
                 "generated": counts.rollouts_generated,
                 "trained": counts.rollouts_trained,

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from telescope.flow.core import Core
+from telescope.flow.early_stop import SavedEarlyStop
 from telescope.flow.evals import SavedEvals
 from telescope.flow.settings import FlowSettings
 from telescope.flow.snapshot import Snapshot
@@ -65,12 +66,23 @@ class SavedRollout(Record):
     """Behind its other arrays lies which experts its tokens went to; None: that was not recorded."""
 
 
+class SavedBest(Record):
+    """What is known of the best checkpoint: scores by step, and the steps that have had one."""
+
+    measure: str
+    lower_is_better: bool
+    scores: dict[int, float]
+    made: tuple[int, ...]
+
+
 class SavedEvalScores(Record):
-    """Evals under way, and of each eval the rows of the latest complete round and of the first."""
+    """Evals under way, and of each eval the rows of the latest complete round and of the first. `best`: with
+    `checkpoint.keep_best` alone."""
 
     under_way: tuple[EvalProgress, ...] = ()
     latest: tuple[dict[str, Any], ...] = ()
     first: tuple[dict[str, Any], ...] = ()
+    best: SavedBest | None = None
 
 
 class SummaryCounters(Record):
@@ -103,9 +115,10 @@ class _Format(msgspec.Struct):
 
 
 class _EvalsOfCore(msgspec.Struct):
-    """Of a snapshot, the evals; the rest is passed over."""
+    """Of a snapshot, the evals and what follows from them; the rest is passed over."""
 
     evals: SavedEvals = SavedEvals()
+    early_stop: SavedEarlyStop = SavedEarlyStop()
 
 
 class _EvalsOfState(msgspec.Struct):
@@ -196,14 +209,22 @@ def refuse_another_format(folder: Path) -> None:
 
 def read_evals_under_way(folder: Path) -> frozenset[tuple[str, int]]:
     """(name, step) of each eval that a checkpoint holds; none where it is of weights alone. Raises `CheckpointUnreadable`."""
+    return frozenset((one.rules.name, one.step) for one in _read_evals(folder).evals.rounds)
+
+
+def read_early_stop(folder: Path) -> SavedEarlyStop:
+    """Whether the run that made the checkpoint was to end early. Raises `CheckpointUnreadable`."""
+    return _read_evals(folder).early_stop
+
+
+def _read_evals(folder: Path) -> _EvalsOfCore:
     file = orchestrator_part(folder) / STATE
     try:
-        saved = msgspec.msgpack.decode(file.read_bytes(), type=_EvalsOfState)
+        return msgspec.msgpack.decode(file.read_bytes(), type=_EvalsOfState).core
     except FileNotFoundError:
-        return frozenset()
+        return _EvalsOfCore()
     except (OSError, msgspec.DecodeError, ValueError) as error:
         raise _make_damaged_error(file, str(error)) from error
-    return frozenset((one.rules.name, one.step) for one in saved.core.evals.rounds)
 
 
 def _decode(file: Path, encoded: bytes) -> SavedState:

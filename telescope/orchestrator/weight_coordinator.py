@@ -79,14 +79,15 @@ class WeightCoordinator:
             self._update.lose(server, now)
             self._follow(now)
 
-    def begin(self, version: int, now: float) -> None:
-        """Bring all servers that are behind to the version; a version published before is not published again."""
+    def begin(self, version: int, now: float, held: Collection[str] = ()) -> None:
+        """Bring all servers that are behind to the version, but for those held for evals, which have no part in its broadcast
+        either; a version published before is not published again."""
         self.newest = max(self.newest, version)
         known = self._manifest is not None and self._manifest.version == version
         self._update = WeightUpdate(
             version=version,
             ranks=self._ranks,
-            servers=tuple(server for server, served in self._served.items() if served != version),
+            servers=tuple(server for server, served in self._served.items() if served != version and server not in held),
             timeout_s=self._rules.timeout_s,
             max_retries=self._rules.max_retries,
             now=now,
@@ -95,6 +96,7 @@ class WeightCoordinator:
             saving=self._saving,
             manifest=self._manifest if known else None,
             served_elsewhere=version in self._served.values(),
+            others_held=bool(held),
         )
         self._times = None if known else UpdateTimes(version, now)
         self._reported = UpdatePhase.PREPARE if known else UpdatePhase.PUBLISH

@@ -103,6 +103,8 @@ class WeightUpdate:
     manifest: WeightManifest | None = None
     served_elsewhere: bool = False
     """Other servers hold the version already: those that can't be brought to it are fenced, and the run goes on."""
+    others_held: bool = False
+    """Other servers are held for evals, and could take the version once they are not: the run goes on without all of these."""
     phase: UpdatePhase = UpdatePhase.PUBLISH
     waiting: set[str] = field(default_factory=set)
     outbox: list[WeightOrder] = field(default_factory=list)
@@ -329,7 +331,7 @@ class WeightUpdate:
 
     def _find_unfit(self) -> tuple[str, ...]:
         """The servers that keep others from the version. No server is where the sender is missed; nor where all are missed,
-        as where all refuse."""
+        as where all refuse, unless there are others yet."""
         absent = self._find_missed_by_all()
         if self.served_elsewhere:
             return self.servers
@@ -337,7 +339,7 @@ class WeightUpdate:
             return ()
         in_the_way = tuple(name for name in self.servers if name in self._in_the_way)
         unfit = tuple(name for name in self.servers if name in absent or name in in_the_way)
-        return unfit if len(unfit) < len(self.servers) else in_the_way
+        return unfit if len(unfit) < len(self.servers) or self.others_held else in_the_way
 
     def _ask(self, phase: UpdatePhase, bodies: dict[str, Body], now: float, seconds: float | None = None) -> None:
         self.phase, self.waiting = phase, set(bodies)

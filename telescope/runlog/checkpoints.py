@@ -299,16 +299,19 @@ def read_resume(run: RunDirectory) -> Resume | None:
 # ---- keeping and sweeping -------------------------------------------------------------------------------------------
 
 
-def retain(directory: Path, keep_last: int | None, keep_every: int | None) -> list[int]:
+def retain(
+    directory: Path, keep_last: int | None, keep_every: int | None, protected: frozenset[int] = frozenset()
+) -> list[int]:
     """Delete complete checkpoints that nothing keeps; gives their steps. To be called after `finish`.
 
-    Kept are the last `keep_last` (all where it is None, and always the latest), and every step that `keep_every` divides.
+    Kept are the last `keep_last` (all where it is None, and always the latest), every step that `keep_every` divides, and the
+    `protected` ones.
     """
     there = steps(directory)
     if keep_last is None:
         return []
     kept = set(there[-max(keep_last, 1) :]) | {step for step in there if keep_every and step % keep_every == 0}
-    gone = [step for step in there if step not in kept]
+    gone = [step for step in there if step not in kept | protected]
     for step in gone:
         _delete(complete_folder(directory, step))
     return gone

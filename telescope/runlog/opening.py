@@ -35,12 +35,29 @@ class NotARun(ValueError):
 # ---- look -----------------------------------------------------------------------------------------------------------
 
 
+class EvalReward(msgspec.Struct, frozen=True):
+    """The latest complete score of an eval."""
+
+    step: int
+    reward: float | None = None
+
+
+class BestCheckpointFile(msgspec.Struct, frozen=True):
+    """The best checkpoint, by `checkpoint.keep_best`."""
+
+    measure: str
+    step: int
+    score: float
+
+
 class RunStatusFile(msgspec.Struct, frozen=True):
     """What those who look use of status.json."""
 
     step: int | None = None
     steps: int | None = None
     reward: float | None = None
+    eval_rewards: dict[str, EvalReward] = {}
+    best_checkpoint: BestCheckpointFile | None = None
 
 
 class ExitFile(msgspec.Struct, frozen=True):

@@ -59,11 +59,18 @@ class LoadedEnvironment:
     temperature: float | None = None
     """Its own; None: the run's, and likewise with `max_tokens`."""
     max_tokens: int | None = None
+    of_eval: bool = False
+    """An eval alone plays it."""
+
+    @property
+    def place(self) -> str:
+        """Where it stands in the configuration, e.g. `environments.countdown`, `evals.math500`."""
+        return f"{'evals' if self.of_eval else 'environments'}.{self.label}"
 
     @property
     def max_tokens_setting(self) -> str:
         """The setting that limits its answers."""
-        return "rollout.max_tokens" if self.max_tokens is None else f"environments.{self.label}.max_tokens"
+        return "rollout.max_tokens" if self.max_tokens is None else f"{self.place}.max_tokens"
 
 
 def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
@@ -103,6 +110,7 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
             entry.tear_down_timeout_s,
             entry.temperature,
             entry.max_tokens,
+            label not in config.environments,
         )
 
 
@@ -221,7 +229,7 @@ log = logging.getLogger(__name__)
 
 async def set_up(loaded: LoadedEnvironment) -> None:
     """Raises `EnvironmentBroken`, also after `set_up_timeout_s`."""
-    place, limit_s = f"environments.{loaded.label}", loaded.set_up_timeout_s
+    place, limit_s = loaded.place, loaded.set_up_timeout_s
     try:
         async with asyncio.timeout(limit_s) as limit:
             await _call_hook(f"{type(loaded.environment).__name__}.set_up", loaded.environment.set_up)
@@ -236,7 +244,7 @@ async def set_up(loaded: LoadedEnvironment) -> None:
 
 async def tear_down(loaded: LoadedEnvironment) -> None:
     """Waits at most `tear_down_timeout_s`."""
-    place, limit_s = f"environments.{loaded.label}", loaded.tear_down_timeout_s
+    place, limit_s = loaded.place, loaded.tear_down_timeout_s
     try:
         async with asyncio.timeout(limit_s) as limit:
             await _call_hook(f"{type(loaded.environment).__name__}.tear_down", loaded.environment.tear_down)

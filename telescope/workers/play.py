@@ -131,7 +131,7 @@ async def play(
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too; it is counted by its cause
         if clock.expired():
             return make_error(order, _describe_timeout(turns, limits)), ()
-        return make_error(order, _find_cause(loaded.label, error, chat), _find_kind(error, chat), loaded.secrets), ()
+        return make_error(order, _find_cause(loaded.place, error, chat), _find_kind(error, chat), loaded.secrets), ()
 
 
 async def _score(environment: Environment, prompt: Prompt, chat: TokenChat) -> Reward:
@@ -155,11 +155,11 @@ def _describe_timeout(turns: TurnSampler, limits: PlayLimits) -> str:
     return f"rollout.timeout_s={limits.timeout_s:g} ran out {where}"
 
 
-def _find_cause(label: str, error: BaseException, chat: TokenChat) -> str:
+def _find_cause(place: str, error: BaseException, chat: TokenChat) -> str:
     if chat.failure is not None:  # the turn's failure comes first, whatever the environment made of it
-        return f"environments.{label}: {chat.failure}" if str(chat.failure) else describe(chat.failure)
+        return f"{place}: {chat.failure}" if str(chat.failure) else describe(chat.failure)
     told = error.__cause__ if isinstance(error, GraderError) and error.__cause__ is not None else error
-    return f"environments.{label}: {describe(told)}"
+    return f"{place}: {describe(told)}"
 
 
 def _find_kind(error: BaseException, chat: TokenChat) -> FailureKind:

@@ -68,7 +68,7 @@ def leave_out_too_long(loaded: LoadedEnvironment, template: ChatTemplate, longes
     longest -= told
     if longest <= 0:
         raise EnvironmentBroken(
-            f"environments.{loaded.label}: the schemas of its tools alone have {told} tokens, and inference.max_model_len - "
+            f"{loaded.place}: the schemas of its tools alone have {told} tokens, and inference.max_model_len - "
             f"{loaded.max_tokens_setting} leaves a prompt {longest + told}: raise inference.max_model_len, lower "
             f"{loaded.max_tokens_setting} or offer fewer tools"
         )

@@ -104,7 +104,7 @@ class WorkerService:
         self._direct = direct
         self._name = name
         self._environments = environments
-        self._labels = ", ".join(f"environments.{label}" for label in environments)
+        self._labels = ", ".join(loaded.place for loaded in environments.values())
         self._prompts = PromptCache(template)
         self._limits = limits
         self._threads = RewardThreads(threads)
@@ -217,13 +217,17 @@ class WorkerService:
             reason = self._rollouts[order.rollout_id, order.attempt].cancelled
             if reason is None and self._leaving:  # the link's Goodbye answers for all
                 raise
-            label = order.prompt.environment
             body = make_error(
-                order, f"environments.{label}: it raised CancelledError" if reason is None else f"cancelled: {reason}"
+                order, f"{self._find_place(order)}: it raised CancelledError" if reason is None else f"cancelled: {reason}"
             )
         self._answer(delivery, order, body, arrays)
         self._report_progress(ended=1)
         self._look_for_hung_threads()
+
+    def _find_place(self, order: RolloutOrder) -> str:
+        """Of its environment in the configuration."""
+        loaded = self._environments.get(order.prompt.environment)
+        return f"environments.{order.prompt.environment}" if loaded is None else loaded.place
 
     def _answer(
         self, delivery: Delivery, order: RolloutOrder, body: RolloutResult | RolloutError, arrays: Sequence[np.ndarray]
@@ -234,7 +238,7 @@ class WorkerService:
                 self._link.send(body, arrays, answers=delivery)
                 return
             except (ValueError, TypeError) as error:  # nothing was sent
-                body = make_error(order, f"environments.{order.prompt.environment}: its rollout cannot be sent: {error}")
+                body = make_error(order, f"{self._find_place(order)}: its rollout cannot be sent: {error}")
         log.info("rollout %d attempt %d: %s", body.rollout_id, body.attempt, body.cause)
         self._link.send(body, answers=delivery)
 

@@ -88,6 +88,21 @@ def test_runs_and_the_points_of_sweeps_are_listed_with_state_step_reward_and_rea
     assert runs.main(["list", str(tmp_path / "nowhere")]) == 1
 
 
+def test_a_list_shows_the_latest_score_of_each_eval_and_the_best_checkpoint(tmp_path: Path, capsys):
+    scores = {"math500": {"step": 40, "reward": 0.4125}, "letters": {"step": 0, "reward": None}}
+    best = {"measure": "the reward of math500", "step": 20, "score": 0.5}
+    made(tmp_path / "a", exit_json={"exit_code": 0}, status_json={"step": 40, "eval_rewards": scores, "best_checkpoint": best})
+    made(tmp_path / "b", exit_json={"exit_code": 0}, status_json={"step": 40})
+    assert runs.main(["list", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "/a  (eval math500 0.412; best step 20: the reward of math500 0.5)" in shown
+    assert shown.count("eval") == 1
+    assert runs.main(["list", str(tmp_path), "--json"]) == 0
+    found = {Path(one["run_dir"]).name: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert (found["a"]["evals"], found["a"]["best_step"]) == (scores, 20)
+    assert (found["b"]["evals"], found["b"]["best_step"]) == ({}, None)
+
+
 def test_a_list_of_a_run_or_of_a_part_of_one_says_so(tmp_path: Path, capsys):
     run = made(tmp_path / "a", exit_json={"exit_code": 0}, status_json={"step": 3, "steps": 3})
     (run.path / "attempts" / "1").mkdir(parents=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from telescope.config.eval_measure import EvalMeasure
 from telescope.config.run import RunConfig, dump_run, load_run
 from tests.config.conftest import compose_one, sentences
 
@@ -118,3 +119,102 @@ def test_an_environment_without_an_eval_split_is_refused_by_name(user: Path):
     point = compose_one("env=echo", "eval.every=5", config_dir=user)
     assert point.config is None
     assert "the environment 'echo' of echo has no eval split" in sentences(point)
+
+
+def servers_held(*overrides: str) -> int:
+    return compose("eval.every=2", "number_of_steps=9", *overrides).eval_servers
+
+
+@pytest.mark.parametrize(
+    ("servers", "asked", "held"),
+    [(1, "auto", 0), (2, "auto", 0), (3, "auto", 1), (8, "auto", 1), (3, 0, 0), (2, 1, 1), (8, 3, 3)],
+)
+def test_how_many_servers_are_held_for_evals(servers: int, asked: str | int, held: int):
+    assert servers_held(f"cluster.inference_num_workers={servers}", f"eval.num_servers={asked}") == held
+
+
+def test_where_servers_sleep_while_the_trainer_trains_none_is_held():
+    turns = ("orchestrator.max_async_rollout=0", "inference.sleep_while_training=keep_weights", "cluster.device=gpu")
+    assert servers_held("cluster.inference_num_workers=4", *turns) == 0
+    assert compose("cluster.inference_num_workers=4").eval_servers == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["eval.every=2", "eval.num_servers=3", "cluster.inference_num_workers=3"],
+            "eval.num_servers=3 leaves training none of the run's 3 inference servers: set eval.num_servers=2, or raise "
+            "cluster.inference_num_workers",
+        ),
+        (
+            ["eval.every=2", "eval.num_servers=1"],
+            "eval.num_servers=1 leaves training none of the run's 1 inference server: set eval.num_servers=0, or raise "
+            "cluster.inference_num_workers",
+        ),
+        (
+            [OWN, "eval.num_servers=1", "cluster.inference_num_workers=3", "number_of_steps=9"],
+            "eval.num_servers=1 does nothing: no eval is due between the first step and the last of 9, and the others play on "
+            "all servers; set eval.every, or leave it out",
+        ),
+        (
+            [
+                *("eval.every=2", "eval.num_servers=1", "cluster.inference_num_workers=3", "cluster.device=gpu"),
+                *("orchestrator.max_async_rollout=0", "inference.sleep_while_training=keep_weights"),
+            ],
+            "eval.num_servers=1 is not possible with inference.sleep_while_training, where all servers sleep while the trainer "
+            "trains: set eval.num_servers=0",
+        ),
+    ],
+)
+def test_servers_that_can_not_be_held_are_refused(overrides: list[str], sentence: str):
+    assert sentence in sentences(compose_one(*overrides))
+
+
+KEPT = ("eval.every=2", "number_of_steps=9", "checkpoint.every=5")
+
+
+def test_what_the_best_checkpoint_and_an_early_end_go_by():
+    config = compose(*KEPT, "eval.stop_after=2", "+evals.b={environment:countdown}", "+evals.a={environment:countdown}")
+    assert (config.checkpoint.best, config.stop_measure) == (None, EvalMeasure("b"))
+    best = compose(*KEPT, "eval.stop_after=2", "checkpoint.keep_best=countdown/pass@1:min")
+    assert best.checkpoint.best == best.stop_measure == EvalMeasure("countdown", 1, lower_is_better=True)
+    assert compose(*KEPT).stop_measure is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            [*KEPT, "checkpoint.keep_best=math500:max"],
+            "checkpoint.keep_best=math500:max names no eval of the run: its evals are countdown",
+        ),
+        (
+            ["checkpoint.every=5", "checkpoint.keep_best=countdown:max"],
+            "checkpoint.keep_best=countdown:max names no eval of the run: it has none; set eval.every",
+        ),
+        (
+            ["checkpoint.every=5", "+evals.own={environment:countdown}", "checkpoint.keep_best=own:max", "number_of_steps=9"],
+            "checkpoint.keep_best=own:max has nothing to choose from: the eval own is not due between the first step and the "
+            "last of 9; set evals.own.every or eval.every, or leave checkpoint.keep_best out",
+        ),
+        (
+            [*KEPT, "checkpoint.keep_best=countdown/pass@4:max"],
+            "checkpoint.keep_best=countdown/pass@4:max needs pass@4 of the eval countdown, whose pass_at_k is [1]: add 4 to it",
+        ),
+        ([*KEPT, "checkpoint.keep_best=countdown"], "must be an eval and which way is better, e.g. countdown:max"),
+        (
+            ["eval.every=2", "checkpoint.keep_best=countdown:max"],
+            "checkpoint.keep_best=countdown:max does nothing without checkpoints: set checkpoint.every=10, say, or leave it "
+            "out",
+        ),
+        (["eval.stop_after=2"], "eval.stop_after=2 does nothing without an eval: set eval.every, or leave it out"),
+        (
+            ["eval.every=4", "eval.stop_after=3", "number_of_steps=9"],
+            "eval.stop_after=3 does nothing: the eval countdown is played 3 times before the last of 9 steps, and the first of "
+            "these gains; lower evals.countdown.every or eval.every, or leave it out",
+        ),
+    ],
+)
+def test_a_best_checkpoint_or_an_early_end_that_can_not_be_is_refused(overrides: list[str], sentence: str):
+    assert sentence in sentences(compose_one(*overrides))

@@ -35,6 +35,7 @@ EVALS = (
 def any_settings(pick: Pick) -> FlowSettings:
     """M 0 to 4, D 1 to 8, P 1 to 32, both take orders and both kinds of lanes; few steps where a batch is large."""
     groups = pick([1, 2, 3, 4, 8, 16, 32])
+    eval_servers = pick([0, 1, 1, 2])
     return FlowSettings(
         number_of_steps=pick(range(1, max(4, 40 // groups) + 1)),
         prompts_batch_size_for_trainer=groups,
@@ -57,7 +58,8 @@ def any_settings(pick: Pick) -> FlowSettings:
         failed_batches_limit=pick([2, 50]),
         discarded_batches_limit=3,
         evals=pick(EVALS),
-        evals_hold_training=pick([False, False, False, True]),
+        eval_servers=eval_servers,
+        evals_hold_training=not eval_servers and pick([False, True]),
     )
 
 
@@ -66,7 +68,7 @@ def any_manners(pick: Pick) -> Manners:
     return Manners(
         workers=pick([1, 2, 3]),
         capacity=pick([1, 7, 64]),
-        servers=pick([1, 2, 3]),
+        servers=pick([1, 2, 3, 4]),
         server_capacity=pick([1, 2, 7, 1000]),
         prompts=pick([1, 5, 50]),
         most_turns=pick([1, 2, 3]),

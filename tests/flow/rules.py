@@ -50,6 +50,8 @@ class Order:
     cancelled: bool = False
     over: bool = False
     """It asks for no more tokens."""
+    dedicated: bool = False
+    """Of an eval that has servers of its own."""
 
 
 @dataclass
@@ -74,8 +76,8 @@ class Eval:
     """One eval under way."""
 
     samples: int
-    ids: set[int] = field(default_factory=set)
-    """Of its rollouts that were sent out."""
+    ids: range
+    """Of its rollouts."""
     scored: set[int] = field(default_factory=set)
 
 
@@ -114,10 +116,23 @@ class Rules:
         self.forgotten: set[int] = set()
         self.evals: dict[tuple[str, int], Eval] = {}
         self.evals_ended: dict[tuple[str, int], do.EndEval] = {}
+        self.evals_begun: dict[tuple[str, int], int] = {}
+        """Id of the first rollout of each."""
         self.eval_of: dict[int, tuple[str, int]] = {}
         """By the id of a rollout."""
         self.evals_running_most = 0
         self.restored_evals: set[tuple[str, int]] = set()
+        self.held: dict[str, int] = {}
+        """Version of each server that is held for evals."""
+        self.returning: set[str] = set()
+        """Servers that were, and have yet to be brought up."""
+        self.dedicated: set[tuple[str, int]] = set()
+        """Evals played on held servers."""
+        self.holds: list[do.HoldServers] = []
+        self.updates_beside = 0
+        """Updates while servers were held."""
+        self.trained_beside = 0
+        """Rollouts of training that began meanwhile."""
         self.group_id_of_eval: dict[int, int] = {}
         self.in_training: tuple[int, ...] = ()
         self.training: int | None = None
@@ -138,7 +153,7 @@ class Rules:
             key = (saved.rules.name, saved.step)
             self.restored_evals.add(key)
             samples = saved.prompts * saved.rules.num_samples
-            self.evals[key] = Eval(samples, set(range(saved.first_id, saved.first_id + samples)), set(saved.scored))
+            self.evals[key] = Eval(samples, range(saved.first_id, saved.first_id + samples), set(saved.scored))
         states = {"pending": resumed.playing, "kept": resumed.kept, "batched": resumed.forming,
                   "discarded": (*resumed.baseline, *resumed.discarded)}  # fmt: skip
         for state, groups in states.items():
@@ -230,11 +245,26 @@ class Rules:
         order = self.orders.get(key)
         if server is None and event.request_id not in self.refused and order is not None and not order.cancelled:
             v_start = self.group_of(event.rollout_id).v_start
-            able = [name for name in self.servers if self._could_take(name, v_start)]
+            able = [name for name in self.servers if self._could_take(name, v_start, event.rollout_id)]
             keep(not able, f"{event} waits though {able} could answer it")
 
-    def _could_take(self, server: str, v_start: int) -> bool:
-        return self.servers.get(server, -1) >= v_start and len(self.outstanding[server]) < self.room[server]
+    def _could_take(self, server: str, v_start: int, rollout_id: int) -> bool:
+        serves = self._serves(server, rollout_id)
+        return serves and self.servers.get(server, -1) >= v_start and len(self.outstanding[server]) < self.room[server]
+
+    def _serves(self, server: str, rollout_id: int) -> bool:
+        if self._is_dedicated(rollout_id):
+            return server in self.held
+        return server not in self.held and server not in self.returning
+
+    def _is_dedicated(self, rollout_id: int) -> bool:
+        return rollout_id >= FIRST_EVAL and self.eval_of[rollout_id] in self.dedicated
+
+    def _share(self) -> None:
+        """No eval has servers of its own any more."""
+        self.dedicated.clear()
+        for order in self.orders.values():
+            order.dedicated = False
 
     def _drop_worker(self, worker: str) -> None:
         self.workers.pop(worker, None)
@@ -246,6 +276,9 @@ class Rules:
             self.requests[request_id] = (self.requests[request_id][0], None)
         self.servers.pop(server, None)
         self.outstanding.pop(server, None)
+        self.returning.discard(server)
+        if self.held.pop(server, None) is not None and not self.held:
+            self._share()
         if self.travelling:
             self.travelling = (self.travelling[0], tuple(name for name in self.travelling[1] if name != server))
         for group in self.groups.values():  # one of its name that comes later knows none of their prefixes
@@ -265,6 +298,7 @@ class Rules:
             for group_id in self.in_training:
                 self.groups[group_id].holds_slot = False
             self.in_training = ()
+        self.returning = {name for name in self.returning if self.servers[name] < self.version}
 
     # ---- commands
 
@@ -308,10 +342,11 @@ class Rules:
                 self.forgotten |= set(command.rollout_ids)
             case do.IgnoreResult():
                 keep(isinstance(event, seen.RolloutDone), f"{command} answers {event}")
-            case do.BeginEval(eval=name, step=step, prompts=prompts, samples=samples):
+            case do.BeginEval(eval=name, step=step, prompts=prompts, samples=samples, first_rollout=first):
                 keep((name, step) not in self.evals and (name, step) not in self.evals_ended, f"{command} comes twice")
                 keep(step == self.version, f"{command} at version {self.version}")
-                self.evals[name, step] = Eval(prompts * samples)
+                self.evals[name, step] = Eval(prompts * samples, range(first, first + prompts * samples))
+                self.evals_begun[name, step] = first
             case do.EndEval():
                 self._end_eval(command)
             case do.UpdateWeights():
@@ -321,7 +356,18 @@ class Rules:
                 keep(
                     self.settings.weights_while_training or not busy, f"{command} while the trainer is at step {self.training}"
                 )
-                self.travelling = (command.version, tuple(self.servers))
+                keep(set(command.held) == set(self.held), f"{command} while {set(self.held)} are held")
+                self.updates_beside += bool(self.held)
+                self.travelling = (command.version, tuple(name for name in self.servers if name not in self.held))
+            case do.HoldServers():
+                self._hold(command)
+            case do.ReleaseServers(servers=servers):
+                keep(set(servers) == set(self.held) != set(), f"{command}: held are {set(self.held)}")
+                alone = all(name in self.held for name in self.servers)
+                keep(alone or not self.dedicated & set(self.evals), f"{command}: {self.dedicated & set(self.evals)} still play")
+                self.returning |= {name for name in servers if self.servers[name] < self.version}
+                self.held.clear()
+                self._share()
             case do.TakeCheckpoint():
                 keep(self.saving is None, f"{command} while that of step {self.saving} is written")
                 keep(self.training is None and command.step == self.version > 0, f"{command} at version {self.version}")
@@ -330,6 +376,19 @@ class Rules:
                 self.warnings.append(command.sentence)
             case do.EndRun():
                 self._stop(command)
+
+    def _hold(self, command: do.HoldServers) -> None:
+        keep(not self.held and not self.returning, f"{command} while others are held or come back")
+        keep(0 < len(command.servers) <= self.settings.eval_servers, f"{command}: too many, or none")
+        keep(set(command.servers) < set(self.servers), f"{command} leaves training none of {list(self.servers)}")
+        keep(self.travelling is None, f"{command} during an update")
+        versions = {self.servers[name] for name in command.servers}
+        keep(versions == {command.version} == {self.version}, f"{command}: they serve {versions} at version {self.version}")
+        for key in command.evals:
+            keep(key in self.evals and 0 < key[1] < self.settings.number_of_steps, f"{command}: {key} is none to hold one for")
+        self.held = dict.fromkeys(command.servers, command.version)
+        self.dedicated = set(command.evals)
+        self.holds.append(command)
 
     def _run(self, command: do.DispatchRollout) -> None:
         order, settings = command.order, self.settings
@@ -352,6 +411,7 @@ class Rules:
         keep(held < self.workers.get(command.worker, 0), f"{command}: the worker holds {held} orders")
         group.prompt, group.attempts[order.rollout_id] = order.prompt, order.attempt
         self.orders[key] = Order(command.worker)
+        self.trained_beside += bool(self.held)
         self._lanes(command, opens)
 
     def _run_of_eval(self, command: do.DispatchRollout) -> None:
@@ -360,23 +420,22 @@ class Rules:
         keep(self.opened, f"{command} before any server serves version {self.version}")
         keep(order.prompt.split == "eval" and order.prompt.environment == rules.environment, f"{command}: another prompt")
         keep(min(order.rollout_id, order.group_id) >= FIRST_EVAL, f"{command} has an id of training")
-        begun = [key for key in self.evals if key[0] == order.eval]
-        known = [key for key in begun if order.rollout_id in self.evals[key].ids]
-        known = known or [key for key in begun if len(self.evals[key].ids) < self.evals[key].samples]
-        keep(bool(known), f"{command}: no such eval is under way, or it has all its samples")
+        known = [key for key, one in self.evals.items() if key[0] == order.eval and order.rollout_id in one.ids]
+        keep(len(known) == 1, f"{command}: no such eval is under way")
         key = known[0]
         self.eval_of[order.rollout_id] = key
         self.group_id_of_eval[order.rollout_id] = order.group_id
-        group = self.groups.setdefault(order.group_id, Known(v_start=self.version, holds_slot=False))
+        dedicated = key in self.dedicated
+        version = next(iter(self.held.values())) if dedicated else self.version
+        group = self.groups.setdefault(order.group_id, Known(v_start=version, holds_slot=False))
         opens = not group.attempts
         keep(group.prompt in (None, order.prompt), f"{command}: the group's prompt was {group.prompt}")
         keep(order.rollout_id not in self.evals[key].scored, f"{command}: it has its score")
         keep(order.attempt == group.attempts.get(order.rollout_id, -1) + 1, f"{command} skips or repeats an attempt")
         held = sum(other.worker == command.worker for other in self.orders.values())
         keep(held < self.workers.get(command.worker, 0), f"{command}: the worker holds {held} orders")
-        self.evals[key].ids.add(order.rollout_id)
         group.prompt, group.attempts[order.rollout_id] = order.prompt, order.attempt
-        self.orders[order.rollout_id, order.attempt] = Order(command.worker)
+        self.orders[order.rollout_id, order.attempt] = Order(command.worker, dedicated=dedicated)
         self._lanes(command, opens)
         self.evals_running_most = max(self.evals_running_most, sum(number >= FIRST_EVAL for number, _ in self.orders))
 
@@ -396,20 +455,25 @@ class Rules:
         keep(command.state == "cut off" or command.unfinished == 0, f"{command} is not complete")
 
     def _lanes(self, command: do.DispatchRollout, opens: bool) -> None:
-        """A lost server takes its lanes with it: what runs goes on, and so does a group that holds its lane."""
+        """A lost server takes its lanes with it: what runs goes on, and so does a group that holds its lane. What has servers
+        of its own has their lanes, and the rest has the others."""
         settings = self.settings
+        dedicated = self.orders[command.order.rollout_id, command.order.attempt].dedicated
+        servers = self.held if dedicated else [name for name in self.servers if self._serves(name, 0)]
+        orders = {key: order for key, order in self.orders.items() if order.dedicated == dedicated}
         if settings.enable_individual_sample_lanes:
-            used = sum(not (settings.free_lane_after_generation and order.over) for order in self.orders.values())
-            lanes = sum(map(self._lanes_of, self.servers))
+            early = settings.free_lane_after_generation and not dedicated
+            used = sum(not (early and order.over) for order in orders.values())
+            lanes = sum(map(self._lanes_of, servers))
             self.most_lanes, self.fewest_lanes = max(self.most_lanes, lanes), min(self.fewest_lanes, lanes)
         else:
-            held = {self.group_id_of_eval.get(rollout_id, rollout_id // settings.group_size) for rollout_id, _ in self.orders}
+            held = {self.group_id_of_eval.get(rollout_id, rollout_id // settings.group_size) for rollout_id, _ in orders}
             held |= {
                 number
                 for number, group in self.groups.items()
-                if group.v_start >= 0 and group.state in PLAYING and number < FIRST_EVAL
+                if group.v_start >= 0 and group.state in PLAYING and number < FIRST_EVAL and not dedicated
             }
-            used, lanes = len(held), len(self.servers) * settings.max_concurrent_prompts_per_server
+            used, lanes = len(held), len(servers) * settings.max_concurrent_prompts_per_server
         keeps_its_lane = not settings.enable_individual_sample_lanes and not opens and lanes > 0
         keep(used <= lanes or keeps_its_lane, f"{command}: {used} of {lanes} lanes are used")
 
@@ -429,7 +493,9 @@ class Rules:
         keep(command.server in self.servers, f"{command}: no such server")
         group = self.group_of(key[0])
         v_start = group.v_start
-        if group.server != command.server and group.server is not None and self._could_take(group.server, v_start):
+        keep(self._serves(command.server, key[0]), f"{command}: {command.server} is not there for it: held are {self.held}")
+        stays = group.server is not None and self._could_take(group.server, v_start, key[0])
+        if group.server != command.server and group.server is not None and stays:
             keep(group.server in self.moved, f"{command}: its group is at {group.server}, which has room and is calm")
             self.moves.append(command)
         group.server = command.server
@@ -517,8 +583,9 @@ class Rules:
         }
         keep(not left, f"groups were lost at the end: {left}")
         if command.ok:
-            keep(self.version == self.settings.number_of_steps, f"{command} at version {self.version}")
-            steps = self.settings.number_of_steps - self.begun_at
+            last = self.version if "eval.stop_after" in command.reason else self.settings.number_of_steps
+            keep(self.version == last, f"{command} at version {self.version}")
+            steps = last - self.begun_at
             keep(len(self.steps) == steps, f"{len(self.steps)} Train commands")
             cut_off = [key for key, ended in self.evals_ended.items() if ended.state == "cut off"]
             keep(not cut_off, f"{cut_off} were cut off, though all is trained")

@@ -208,6 +208,10 @@ EVAL_TROUBLES: dict[str, tuple[dict[str, type[Actor]], dict[str, Any]]] = {
     "slow weights": ({"server-0": SlowToPrepare}, {}),
     "messages out of order": ({}, {"shuffle": 5}),
     "servers that must be idle": ({}, {"evals_hold_training": True, "max_async_rollout": 0}),
+    "a server held for them": ({}, {"servers": 3, "eval_servers": 1}),
+    "two held ones, and a late one": ({"server-1": LateServer}, {"servers": 3, "eval_servers": 2, "rollout_deadline_s": 1.0}),
+    "one held, and slow weights": ({"server-0": SlowToPrepare}, {"servers": 3, "eval_servers": 1}),
+    "one held, and messages out of order": ({}, {"servers": 3, "eval_servers": 1, "shuffle": 6}),
     "group lanes": ({}, {"enable_individual_sample_lanes": False, "free_lane_after_generation": False}),
 }
 

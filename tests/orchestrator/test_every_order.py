@@ -1,8 +1,9 @@
 """Every order of what two servers and a trainer rank can do during weight updates, with the real coordinator.
 
 The real `WeightCoordinator` (with its `WeightUpdate` and `GroupEpochs`) and the core's `WeightVersions` stand in a world of
-servers that take, refuse, keep silent, stay away from broadcasts, die, come back and answer late, and of a rank that hears
-nothing while it copies its state for a checkpoint. All that can follow from a state is tried, each state once.
+servers that take, refuse, keep silent, stay away from broadcasts, die, come back and answer late, of a rank that hears nothing
+while it copies its state for a checkpoint, and of a server that is held for an eval, once, for any time. All that can follow
+from a state is tried, each state once.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class World:
         self.failed = ""
         self.copies, self.saved = False, False
         """Whether the rank copies its state for a checkpoint, and hears nothing; whether it ever did."""
+        self.held, self.holds = "", servers > 1
+        """The server that is held for an eval; whether one may be yet."""
         self.saves = collective and servers * faults <= 2  # with more of both there would be too many worlds
         self.only_aloof, self.stayed_away = True, 0
         """Whether no other fault has been made; how many servers have stayed away."""
@@ -86,6 +89,7 @@ class World:
             return 0
         self.numbers += 1
         process.inbox.append((self.numbers, body))
+        assert peer != self.held, f"a held server is told of {type(body).__name__}"
         match body:
             case m.CommitWeights(version=version):
                 assert version > process.serves or process.serves == MIXTURE, "a server goes back"
@@ -95,6 +99,9 @@ class World:
                 assert self.updater._update is None or self.updater._update.checksum, "a commit of nobody knows what"
                 assert all(version in (other.staged, other.serves) for other in there), "a commit before all have prepared"
             case m.SendWeights(group=group):
+                assert not any(member.partition("/")[0] == self.held for member in group.members), (
+                    "a held server in a broadcast"
+                )
                 found = self.groups.setdefault(group.epoch, self.who(group.members))
                 assert group.epoch == max(self.groups), "an epoch comes back"
                 assert found == self.who(group.members), "a group goes on without a process that founded it"
@@ -134,14 +141,17 @@ class World:
                 self.send_weights()
 
     def send_weights(self) -> None:
-        version = self.core.start_update(dict(self.believed))
+        version = self.core.start_update({name: version for name, version in self.believed.items() if name != self.held})
         if version is not None:
-            self.updater.begin(version, self.now)
+            self.updater.begin(version, self.now, (self.held,) if self.held else ())
 
     def lose(self, server: str) -> None:
         self.updater.lose(server, self.now)
         del self.believed[server]
         self.core.forget_server(server)
+        if server == self.held or set(self.believed) == {self.held}:
+            self.held = ""
+            self.send_weights()
 
     # ---- what may happen next
 
@@ -177,6 +187,10 @@ class World:
                 yield "comes back", server
         if self.updater.doing and self.faults and not self.copies:
             yield "time passes", ""
+        if self.held:
+            yield "is released", self.held
+        elif self.holds and self.core.travelling is None and self.core.version < 1 and len(self.believed) > 1:
+            yield from (("is held", name) for name in self.servers[:1] if name in self.believed)  # all are alike
 
     def make(self, move: tuple[str, str]) -> None:
         what, who = move
@@ -218,6 +232,11 @@ class World:
             case "time passes":
                 self.faults -= not self.copies
                 self.pass_time()
+            case "is held":
+                self.held, self.holds = who, False
+            case "is released":
+                self.held = ""
+                self.send_weights()
             case "copies" | "has copied":
                 self.copies, self.saved = what == "copies", True
         self.only_aloof &= self.faults == before or what == "stays away"
@@ -293,7 +312,7 @@ class World:
         return (
             state, orders, tuple((name, process.key(place)) for name, process in sorted(self.processes.items())),
             tuple(sorted(self.believed.items())), tuple(sorted(self.updater._served.items())), self.faults, self.failed != "",
-            self.only_aloof, self.copies, self.saved,
+            self.only_aloof, self.copies, self.saved, self.held, self.holds,
             core.version, core.travelling, core.reached, core._trained, core.batch is None,
             group.members, broken, self.updater._manifest.version if self.updater._manifest else None,
         )  # fmt: skip

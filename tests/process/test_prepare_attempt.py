@@ -21,6 +21,7 @@ from telescope.cli.resume import go_on as go_on_with_settings_of
 from telescope.config.resume import find_obstacles_to_resume, remark_on_resume
 from telescope.config.run import RunConfig, _hash_of, dump_run
 from telescope.config.sections import TrainerSettings
+from telescope.flow.early_stop import SavedEarlyStop
 from telescope.flow.evals import SavedEvals, SavedRound
 from telescope.flow.settings import EvalRules
 from telescope.orchestrator.saved_state import FORMAT
@@ -294,6 +295,21 @@ def test_an_eval_that_was_cut_off_at_an_earlier_step_is_owed_by_nobody(run: RunD
     log.close()
     hold_evals(checkpoint(run, 9))
     assert prepare_attempt.has_played_all(run, config(eval={"every": 3}), 9)
+
+
+@pytest.mark.parametrize(("limit", "last", "ended"), [(2, 5, True), (3, 5, False), (None, 5, False), (2, 6, False)])
+def test_a_run_that_ended_early_has_played_all_unless_its_limit_is_raised(
+    run: RunDirectory, limit: int | None, last: int, ended: bool
+):
+    early = SavedEarlyStop(best=0.5, best_step=3, without_gain=2, last_step=last)
+    state = {"format": FORMAT, "core": {"step": 5, "early_stop": early}, "rollouts": []}
+    folder = checkpoint(run, 5)
+    (checkpoints.orchestrator_part(folder) / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
+    ours = config(eval={"every": 1, "stop_after": limit})
+    assert prepare_attempt.has_played_all(run, ours, 5) is ended
+    if ended:
+        with pytest.raises(prepare_attempt.CannotResume, match=r"has ended with step 5 by eval\.stop_after=2: set it to null"):
+            prepare_attempt.find_resume_point(run, ours)
 
 
 def test_a_run_that_is_watched_is_left_alone(run: RunDirectory):

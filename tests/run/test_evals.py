@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -168,3 +171,118 @@ def test_a_run_that_is_stopped_in_its_last_eval_goes_on_with_it(start: Start):
     assert [(row["step"], row["state"]) for row in again.rows("evals")] == [(2, "complete")]
     assert_each_eval_is_whole_and_counted_once(again, [2], 400)
     assert again.summary()["exit_reason"] == "all 2 steps are trained"
+
+
+def test_an_eval_has_a_server_of_its_own_and_one_version_while_training_goes_on(start: Start):
+    run = start(*FAKE, *HELD, "number_of_steps=7", "eval.num_prompts=24")
+    assert run.wait() == 0, run.said()
+    rows = {row["step"]: row for row in run.rows("evals")}
+    assert sorted(rows) == [0, 3, 6, 7]
+    assert rows[3]["state"] == "complete"
+    assert (rows[3]["version_first"], rows[3]["version_last"]) == (3, 3)
+    hold, release = holds_of(run)[:2]
+    assert (hold["type"], release["type"]) == ("HoldServers", "ReleaseServers")
+    assert (hold["servers"], hold["version"], hold["evals"]) == (release["servers"], 3, [["countdown", 3]])
+    meanwhile = [row for row in run.rows("rollouts") if row["status"] == "scored" and row["version_last"] > 3]
+    assert meanwhile, "rollouts of training were sampled by later versions"
+    assert any("countdown of step 3: reward" in line for line in run.said().splitlines())
+    assert_numbers_follow_from_samples(run, rows[3])
+    assert replay(journal_lines(run.directory.journal)).disagreement is None
+
+
+HELD = (
+    "cluster.inference_num_workers=3",
+    "orchestrator.max_concurrent_prompts_per_server=2",
+    "eval.every=3",
+    "eval.num_samples=2",
+    "inference.fake_token_s=0.02",
+    "backend.step_s=0.3",
+)
+
+
+def holds_of(run: WholeRun) -> list[dict[str, Any]]:
+    commands = [command for line in list(journal_lines(run.directory.journal))[1:] for command in json.loads(line)["commands"]]
+    return [command for command in commands if command["type"] in ("HoldServers", "ReleaseServers")]
+
+
+def test_an_eval_whose_server_is_killed_in_mid_eval_loses_no_sample_and_counts_none_twice(start: Start):
+    run = start(
+        *FAKE, *HELD, "number_of_steps=9", "eval.baseline=false", "eval.final=false", "eval.num_prompts=60", "eval.every=8"
+    )
+    run.until(lambda: evaluates(run, 8) and " on server-" in str(run.status().get("doing")), "in the eval of step 8")
+    held = str(run.status()["doing"]).rpartition(" on ")[2]
+    os.kill(run.find(held).pid, signal.SIGKILL)
+    assert run.wait() == 0, run.said()
+    assert_each_eval_is_whole_and_counted_once(run, [8], 120)
+    assert f"{held} is lost, and evals go on beside training on all servers that are left" in run.said()
+    assert run.summary()["evals"]["countdown"]["failed"] == 0
+    assert replay(journal_lines(run.directory.journal)).disagreement is None
+
+
+def saved_steps(run: WholeRun) -> list[int]:
+    return sorted(int(folder.name[5:]) for folder in run.directory.checkpoints.glob("step_????????"))
+
+
+def test_the_best_checkpoint_by_an_eval_outlives_later_ones_and_a_resume(start: Start):
+    run = start(
+        *FAKE,
+        "number_of_steps=6",
+        "checkpoint.every=6",
+        "checkpoint.keep_last=1",
+        "checkpoint.keep_best=countdown:max",
+        "eval.every=2",
+        "eval.num_prompts=6",
+        "eval.num_samples=2",
+        "backend.step_s=0.3",
+    )
+    assert run.wait() == 0, run.said()
+    best = assert_best_is_kept(run)
+    assert f"best step {best}: the reward of countdown" in listed(run)
+    again = start("number_of_steps=10", resume=run)
+    assert again.wait() == 0, again.said()
+    assert_best_is_kept(again)
+
+
+def assert_best_is_kept(run: WholeRun) -> int:
+    scores = {row["step"]: row["reward"] for row in run.rows("evals") if row["state"] == "complete" and row["step"]}
+    best = run.summary()["best_checkpoint"]
+    assert best["score"] == max(scores.values()) == scores[best["step"]]
+    assert best["step"] in saved_steps(run)
+    assert set(saved_steps(run)) <= set(scores), "one is made wherever the eval is due"
+    return int(best["step"])
+
+
+def listed(run: WholeRun) -> str:
+    asked = [sys.executable, "-m", "telescope", "runs", "list", str(run.directory.path)]
+    return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=100).stdout
+
+
+def test_a_run_whose_eval_gains_no_more_ends_saved_and_done(start: Start):
+    """No reward of countdown is above 1, and none of `never` is above 0."""
+    run = start(
+        *FAKE,
+        "number_of_steps=40",
+        "checkpoint.every=40",
+        "eval.stop_after=2",
+        "+evals.never={environment:countdown,every:1,num_prompts:1,max_tokens:1}",
+        "backend.step_s=0.3",
+    )
+    assert run.wait() == 0, run.said()
+    summary = run.summary()
+    last = summary["steps"]
+    assert last < 40
+    assert summary["exit_reason"].startswith("the reward of never has not gained in 2 evals since step ")
+    assert summary["exit_reason"].endswith(f"the run ends with step {last} of 40 (eval.stop_after=2)")
+    assert saved_steps(run) == [last]
+    assert max(row["step"] for row in run.rows("evals") if row["state"] == "complete") == last
+    assert replay(journal_lines(run.directory.journal)).disagreement is None
+    again = start(resume=run)
+    assert again.wait() != 0
+    assert f"has ended with step {last} by eval.stop_after=2" in again.said()
+
+
+def test_a_run_without_evals_has_no_column_of_them(start: Start):
+    run = start(*FAKE, "number_of_steps=1")
+    assert run.wait() == 0, run.said()
+    told = [run.summary(), run.status(), run.status()["counts"], *(row["metrics"] for row in run.rows("step_metrics"))]
+    assert [name for one in told for name in one if "eval" in name] == []

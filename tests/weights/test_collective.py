@@ -69,6 +69,23 @@ def test_the_same_members_keep_their_communicator_from_version_to_version(compan
     assert [arrived(received, sent[0]["sent"]) for sent, received in (company.update(v, 0) for v in (1, 2, 3))] == [True] * 3
 
 
+def test_a_server_held_for_evals_misses_versions_and_is_brought_up_by_a_group_of_its_own(company):
+    """It hears nothing of the others' new group, and keeps its part of the old one until it is asked again."""
+    company.set_up(2, bucket_bytes=4096)
+    others, held = company.servers[:-1], company.servers[-1:]
+    sent, received = company.update(1, 0)
+    assert arrived(received, sent[0]["sent"])
+    for version in (2, 3):
+        sent, received = company.update(version, 1, servers=others)
+        assert arrived(received, sent[0]["sent"])
+    company.begin(3, 2, servers=held)
+    brought = company.ranks[0].said()
+    assert arrived([held[0].said()], brought["sent"])
+    company.ranks[1].said()
+    sent, received = company.update(4, 3)
+    assert arrived(received, sent[0]["sent"])
+
+
 @pytest.mark.parametrize("staging", ["pageable"])
 def test_a_version_gathered_to_host_memory_is_sent_without_the_other_ranks(company, staging):
     company.set_up(2, bucket_bytes=4096, staging=staging)

@@ -49,6 +49,12 @@ def test_an_eval_is_sampled_as_it_says_and_otherwise_as_its_environment():
     assert len(set(digests)) == 2
 
 
+def test_each_environment_is_named_by_where_it_stands_in_the_configuration():
+    own = {"environment": "reverse_letters", "kwargs": {"num_eval": 3}}
+    loaded = load_environments(config_of(evals={"own": own, "again": {"environment": "letters"}}))
+    assert {label: one.place for label, one in loaded.items()} == {"letters": "environments.letters", "own": "evals.own"}
+
+
 def digest_of(config: RunConfig, one: Eval) -> str:
     return digest_sampling(one, config.played[one.label], config.rollout, config.inference.max_model_len)
 
