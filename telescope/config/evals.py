@@ -158,10 +158,11 @@ def find_mistakes(
     entries: Mapping[str, EvalEntry],
     environments: Mapping[str, EnvironmentEntry],
     *,
-    number_of_steps: int,
+    number_of_steps: int | None,
     max_model_len: int,
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Settings of evals that do nothing or can't be, each with the paths of the settings in it."""
+    """Settings of evals that do nothing or can't be, each with the paths of the settings in it. `number_of_steps`: None where
+    each eval is played once, whatever says when it is due."""
     evals = make_evals(shared, entries, environments)
     if not evals:
         for name in (name for name in SHARED if getattr(shared, name) != EvalSettings.model_fields[name].default):
@@ -196,7 +197,7 @@ def find_mistakes(
                 f"{place('num_samples')}={one.num_samples} answers to a prompt: raise {place('num_samples')} to {most}, or "
                 "leave that k out",
             )
-        if not one.is_due(number_of_steps):
+        if number_of_steps is not None and not one.is_due(number_of_steps):
             when = f"{place('every')} is null" if one.every is None else f"{place('every')}={one.every}"
             yield (
                 (place("every"), place("baseline"), place("final"), "number_of_steps"),

@@ -100,7 +100,7 @@ def find_refusal(snapshot: Snapshot, settings: FlowSettings) -> str:
             f"{', '.join(others)}: name the same ones, in the same order"
         )
     unplayed = snapshot.evals.rounds and settings.number_of_steps == snapshot.step
-    if settings.number_of_steps <= snapshot.step and not unplayed:
+    if settings.trains and settings.number_of_steps <= snapshot.step and not unplayed:
         return (
             f"number_of_steps={settings.number_of_steps} is reached: the checkpoint is of step {snapshot.step}; raise "
             "number_of_steps to train on"

@@ -87,8 +87,10 @@ def run_orchestrator(context: ProcessContext, signals: ProcessSignals) -> int:
 def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
     """The core's part of the configuration. `trainer_sends`: weights go by broadcast, which takes the trainer's time."""
     orchestrator, rollout = config.orchestrator, config.rollout
+    trained, ahead = (config.environments if config.trains else {}), orchestrator.prompt_prefetch_buffer_size
     return FlowSettings(
         number_of_steps=config.number_of_steps,
+        trains=config.trains,
         prompts_batch_size_for_trainer=orchestrator.prompts_batch_size_for_trainer,
         group_size=rollout.group_size,
         max_async_rollout=orchestrator.max_async_rollout,
@@ -104,9 +106,9 @@ def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> Flo
         kv_soft=orchestrator.kv_soft,
         kv_hard=orchestrator.kv_hard,
         adaptive_concurrency=orchestrator.adaptive_concurrency,
-        environments=tuple((label, entry.weight) for label, entry in config.environments.items()),
-        curricula={label: _rules_of(entry.curriculum) for label, entry in config.environments.items() if entry.curriculum},
-        prompt_prefetch_buffer_size=orchestrator.prompt_prefetch_buffer_size if orchestrator.enable_prompt_prefetch else 0,
+        environments=tuple((label, entry.weight) for label, entry in trained.items()),
+        curricula={label: _rules_of(entry.curriculum) for label, entry in trained.items() if entry.curriculum},
+        prompt_prefetch_buffer_size=ahead if orchestrator.enable_prompt_prefetch and config.trains else 0,
         seed=config.seed,
         rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
         # a server that hangs is given up long before, an update under way has its time first: what is left then is the worker's
@@ -127,8 +129,8 @@ def _make_eval_rules(config: RunConfig, one: Eval) -> EvalRules:
         every=one.every or 0,
         num_samples=one.num_samples,
         num_prompts=one.num_prompts or 0,
-        baseline=one.baseline,
-        final=one.final,
+        baseline=one.baseline or not config.trains,
+        final=one.final or not config.trains,
         sampling=digest_sampling(one, config.played[one.label], config.rollout, config.inference.max_model_len),
     )
 

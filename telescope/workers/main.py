@@ -55,8 +55,10 @@ def run_worker(context: ProcessContext, signals: ProcessSignals) -> int:
     environments = every | {
         label: leave_out_too_long(every[label], template, limits.of(every[label]).max_prompt_tokens, deadline_s)
         for label in config.environments
+        if label in every
     }
-    environments = count_shared(environments, config.active_evals, list(config.environments))
+    if config.trains:
+        environments = count_shared(environments, config.active_evals, list(config.environments))
     hello = context.make_hello(
         "worker",
         capacity=config.cluster.rollouts_per_env_worker,
