@@ -123,10 +123,15 @@ def make_evals(
 
 
 def digest_sampling(one: Eval, entry: EnvironmentEntry, rollout: RolloutSettings, max_model_len: int) -> str:
-    """16 hexadecimal digits over all that an eval's answers are sampled with, wherever it is set. `entry`: of the environment
-    that it plays."""
+    """16 hexadecimal digits over `list_sampling`."""
+    used = list_sampling(one, entry, rollout, max_model_len)
+    return hashlib.blake2b(json.dumps(used, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def list_sampling(one: Eval, entry: EnvironmentEntry, rollout: RolloutSettings, max_model_len: int) -> dict[str, Any]:
+    """All that an eval's answers are sampled with, wherever it is set. `entry`: of the environment that it plays."""
     support = rollout.support
-    used = {
+    return {
         "temperature": _first(one.temperature, entry.temperature, rollout.temperature),
         "max_tokens": _first(one.max_tokens, entry.max_tokens, rollout.max_tokens),
         "top_p": _first(one.top_p, support.top_p),
@@ -135,7 +140,6 @@ def digest_sampling(one: Eval, entry: EnvironmentEntry, rollout: RolloutSettings
         "stop": rollout.stop,
         "max_model_len": max_model_len,
     }
-    return hashlib.blake2b(json.dumps(used, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _first(*values: float | None) -> float | None:
