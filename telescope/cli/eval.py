@@ -1,8 +1,8 @@
-"""`telescope eval TARGET… [overrides]`: play evals outside training; `telescope eval compare A B`: two results, prompt by prompt.
+"""`telescope eval TARGET… [overrides]`: play evals outside training; `telescope eval compare A B`: compare two results.
 
-A target is a run directory (its checkpoints, `--steps`), a model (a Hugging Face folder or name, an embedded one), or the URL of
-an OpenAI-compatible server. Each is played by the processes of a run, without trainers; the same command again goes on where it
-was stopped, and plays nothing twice. Owns the command line, and what is told at the end.
+A target is a run directory (its checkpoints, `--steps`), a model (a Hugging Face folder or name, an embedded one), or the URL
+of an OpenAI-compatible server. The processes of a run play each, without trainers; the same command again goes on
+where it was stopped, and plays nothing twice. Owns the command line, and what is told at the end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -82,10 +83,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("given", nargs="*", metavar="TARGET|OVERRIDE", help="what to evaluate; settings, as for telescope run")
-    parser.add_argument("--steps", default="last", metavar="LIST", help="of a run: 20,40 | last (default) | all; 0: before step 1")
+    parser.add_argument(
+        "--steps", default="last", metavar="LIST", help="of a run: 20,40 | last (default) | all; 0: before step 1"
+    )
     parser.add_argument("--model", metavar="NAME", help="of a URL: the model that the server is asked for")
     parser.add_argument(
-        "--key-env", default="OPENAI_API_KEY", metavar="VARIABLE", help="of a URL: holds its key, if set (default: OPENAI_API_KEY)"
+        "--key-env",
+        default="OPENAI_API_KEY",
+        metavar="VARIABLE",
+        help="of a URL: holds its key, if set (default: OPENAI_API_KEY)",
     )
     parser.add_argument("--to", type=Path, metavar="DIR", help="of a model or a URL: where results lie (default: runs/evals/…)")
     parser.add_argument("-cd", "--config-dir", metavar="DIR", help="a folder with your own presets and plug-ins")
@@ -94,7 +100,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _is_override(given: str) -> bool:
-    return "=" in given and not given.startswith(URLS) or given.startswith("~")
+    return ("=" in given and not given.startswith(URLS)) or given.startswith("~")
 
 
 # ---- playing
@@ -122,8 +128,8 @@ def _play(job: EvalJob) -> int:
     now = datetime.now().astimezone()
     order = RunOrder(config, plan, standing, said, tuple(job.arguments), now, program="telescope eval")
     say(f"{job.label}: in {job.folder}")
-    with contextlib.redirect_stdout(sys.stderr):  # the table alone is this command's output
-        code = run_one(order)
+    with open(os.devnull, "w", encoding="utf-8") as unseen, contextlib.redirect_stdout(unseen):
+        code = run_one(order)  # the table alone is this command's output
     if code == OK:
         job.finish(say)
     return code
@@ -150,8 +156,10 @@ def format_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
     left = (0, 2, len(head) - 1)
     return [
-        "  ".join(cell.ljust(width) if at in left else cell.rjust(width) for at, (cell, width) in enumerate(zip(line, widths, strict=True)))
-        .rstrip()
+        "  ".join(
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in lines
     ]
 

@@ -1,8 +1,8 @@
 """`telescope eval compare A B`: two results of one eval, prompt by prompt.
 
-A result is `RUN_DIR` (its latest step that was evaluated), `RUN_DIR@STEP`, or a folder that `telescope eval` has written. Prompts
-are the same where their texts are; under two chat templates, where place and answer are. Reads run directories, and changes
-nothing in them.
+A result is `RUN_DIR` (its latest step that was evaluated), `RUN_DIR@STEP`, or a folder that `telescope eval` has written.
+Prompts are the same where their texts are; under two chat templates, where place and answer are. Reads run directories, and
+changes nothing in them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.cli.arguments import from_zero
-from telescope.config.evals import Eval, digest_sampling, list_sampling
+from telescope.config.evals import Eval, list_sampling
 from telescope.config.run import RunConfig
 from telescope.maths.paired import PairedDifference, compare_paired, exact_sign_test
 from telescope.maths.summaries import mean
@@ -76,7 +76,9 @@ def compare(arguments: Sequence[str]) -> int:
         first, second = _find(asked.first), _find(asked.second)
         names = [name for name in first if name in second] if asked.eval is None else [asked.eval]
         if not names:
-            raise NotComparable(f"{asked.first} has {_list(first)}, and {asked.second} {_list(second)}: they have no eval in common")
+            raise NotComparable(
+                f"{asked.first} has {_list(first)}, and {asked.second} {_list(second)}: they have no eval in common"
+            )
         for side, given in ((first, asked.first), (second, asked.second)):
             if missing := [name for name in names if name not in side]:
                 raise NotComparable(f"{given} has no complete eval {missing[0]}; it has {_list(side)}")
@@ -96,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("first", metavar="A", help="RUN_DIR, RUN_DIR@STEP, or a folder that telescope eval has written")
     parser.add_argument("second", metavar="B", help="likewise; differences are B − A")
     parser.add_argument("--eval", metavar="NAME", help="this one alone (default: all that both have)")
-    parser.add_argument("--changed", type=from_zero, default=10, metavar="N", help="show so many prompts that changed (default: 10)")
+    parser.add_argument(
+        "--changed", type=from_zero, default=10, metavar="N", help="show so many prompts that changed (default: 10)"
+    )
     parser.add_argument("--other-sampling", action="store_true", help="compare though the two were sampled differently")
     parser.add_argument("--json", action="store_true", help="print a JSON object an eval, with each prompt in it")
     return parser
@@ -123,7 +127,9 @@ class _Loader:
             raise NotComparable(f"{self.run.path} has rows of the eval {name}, which its configuration no longer has")
         samples = [row for row in rows(self.run, "eval_samples") if (row["eval"], row.get("step")) == (name, step)]
         scored = [row for row in samples if row["status"] == "scored"]
-        return EvalResult(name, f"{self.run.path}, step {step}", config, self.row, _score_prompts(self.row, samples, scored, config, one))
+        return EvalResult(
+            name, f"{self.run.path}, step {step}", config, self.row, _score_prompts(self.row, samples, scored, config, one)
+        )
 
 
 def _score_prompts(
@@ -160,7 +166,9 @@ def _find(given: str) -> dict[str, _Loader]:
     at = AT.fullmatch(given) if not Path(given).exists() else None
     path, wanted = (Path(at[1]), int(at[2])) if at is not None else (Path(given), None)
     if not opening.is_run(path):
-        raise NotComparable(f"{path} is not a run directory: name one, RUN_DIR@STEP, or a folder that telescope eval has written")
+        raise NotComparable(
+            f"{path} is not a run directory: name one, RUN_DIR@STEP, or a folder that telescope eval has written"
+        )
     run = RunDirectory(path.absolute())
     found = [_Loader(run, row) for row in rows(run, "evals") if row["state"] == "complete"]
     own = {(one.row["eval"], one.row["step"]) for one in found}
@@ -182,7 +190,9 @@ def _find(given: str) -> dict[str, _Loader]:
             continue
         name = one.row["eval"]
         if name in chosen and chosen[name].run != one.run:
-            raise NotComparable(f"{path} has several results of {name} at step {step}: name one of the folders below {run.evals}")
+            raise NotComparable(
+                f"{path} has several results of {name} at step {step}: name one of the folders below {run.evals}"
+            )
         chosen[name] = one
     return chosen
 
@@ -221,9 +231,7 @@ def _compare(first: EvalResult, second: EvalResult, other_sampling: bool) -> dic
     }
 
 
-def _compare_passes(
-    first: EvalResult, second: EvalResult, pairs: Sequence[tuple[PromptScore, PromptScore]]
-) -> dict[str, Any]:
+def _compare_passes(first: EvalResult, second: EvalResult, pairs: Sequence[tuple[PromptScore, PromptScore]]) -> dict[str, Any]:
     """Of one answer a prompt McNemar's test; of several the paired t test over the shares that passed."""
     ones = first.row["samples"] == second.row["samples"] == 1
     shares = [(one.passed / len(one.rewards), two.passed / len(two.rewards)) for one, two in pairs]

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from telescope.cli.resume import WrongOverride, put_setting, read_changes
-from telescope.config.conflicts import conflicts
 from telescope.config.evals import EvalEntry, digest_sampling
 from telescope.config.run import RunConfig, as_json
 from telescope.config.validate import validate
@@ -40,8 +39,8 @@ class EvalRefused(ValueError):
 
 @dataclass(frozen=True)
 class EvalJob:
-    """One model, and the evals of `config` on it. `folder`: of the run that plays them. `weights`: the checkpoint to be exported,
-    of the run `source`; None: the model is there."""
+    """One model, and the evals of `config` on it. `folder`: of the run that plays them. `weights`: where a checkpoint
+    of the run `source` is exported to; None: the model is there."""
 
     target: str
     label: str
@@ -92,15 +91,15 @@ def list_jobs(target: str, asked: argparse.Namespace, overrides: Sequence[str]) 
 # ---- a run
 
 
-def _list_run_jobs(
-    target: str, run: RunDirectory, asked: argparse.Namespace, overrides: Sequence[str]
-) -> Iterator[EvalJob]:
+def _list_run_jobs(target: str, run: RunDirectory, asked: argparse.Namespace, overrides: Sequence[str]) -> Iterator[EvalJob]:
     try:
         trained = opening.read(run)
     except (opening.NotARun, DamagedFile) as error:
         raise EvalRefused(str(error)) from error
     if not trained.trains:
-        raise EvalRefused(f"{target} was made by this command, and has no checkpoints: name the run, the model or the URL itself")
+        raise EvalRefused(
+            f"{target} was made by this command, and has no checkpoints: name the run, the model or the URL itself"
+        )
     if asked.to is not None:
         raise EvalRefused(f"--to is for models and URLs: results of a run lie in the run, {run.evals}")
     for step in _choose_steps(run, trained, asked.steps):
@@ -170,7 +169,9 @@ def _change(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
         entry = named.setdefault(name, dict(before.get(name, {})))
         if inner is None:
             if not isinstance(value, dict):
-                raise WrongOverride(f"{override}: an eval has settings, e.g. evals.{name}={{num_samples:4}}, or evals.{name}={{}}")
+                raise WrongOverride(
+                    f"{override}: an eval has settings, e.g. evals.{name}={{num_samples:4}}, or evals.{name}={{}}"
+                )
             entry |= value
         elif inner.startswith("kwargs."):
             entry["kwargs"] = {**entry.get("kwargs", {}), inner.removeprefix("kwargs."): value}
@@ -264,10 +265,10 @@ def _compose(overrides: Sequence[str], asked: argparse.Namespace) -> RunConfig:
 
 
 def _place_job(
-    target: str, config: RunConfig, asked: argparse.Namespace, stem: str, overrides: Sequence[str]
+    target: str, config: RunConfig, asked: argparse.Namespace, stem: str, overrides: Sequence[str], model: str = ""
 ) -> EvalJob:
     stem = re.sub(r"[^A-Za-z0-9._+-]", "-", stem)[:60]
-    digest = digest_evals(config, config.model.name)
+    digest = digest_evals(config, model or config.model.name)
     folder = asked.to.absolute() if asked.to is not None else Path("runs", "evals", f"{stem}-{digest}").absolute()
     config = config.model_copy(update={"run_dir": str(folder), "name": config.name or f"{stem}-eval"})
     return EvalJob(target, target, config, folder, (target, *overrides))
@@ -288,3 +289,18 @@ def digest_evals(config: RunConfig, model: str = "") -> str:
     }
     used = [played, config.seed, template.chat_template, template.enable_thinking, model, config.inference.dtype]
     return hashlib.blake2b(json.dumps(used, sort_keys=True).encode(), digest_size=5).hexdigest()
+
+
+# ---- a URL
+
+
+def _make_url_job(target: str, asked: argparse.Namespace, overrides: Sequence[str]) -> EvalJob:
+    if asked.model is None:
+        raise WrongOverride(f"{target} serves models: --model NAME says which one is asked for")
+    remote = ["inference.engine=remote", f'+inference.remote={{url:"{target}",model:"{asked.model}"}}']
+    if os.environ.get(asked.key_env):
+        remote.append(f"+inference.remote.api_key=${{oc.env:{asked.key_env}}}")
+    fixed = ["model=tiny", "cluster.device=cpu", "cluster.inference_num_workers=1", "rollout.group_size=1"]
+    config = _compose([*fixed, *remote, *overrides], asked)
+    stem = f"{target.partition('://')[2].partition('/')[0]}-{asked.model}"
+    return _place_job(target, config, asked, stem, overrides, f"{target} {asked.model}")

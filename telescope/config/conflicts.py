@@ -292,7 +292,29 @@ def _hosts(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _remote(config: RunConfig) -> Iterator[Conflict]:
+    inference = config.inference
+    if (inference.engine == "remote") != (inference.remote is not None):
+        yield Conflict(
+            ("inference.engine", "inference.remote"),
+            "inference.engine=remote and inference.remote={url:…,model:…} go together: give both, or neither",
+        )
+    elif inference.remote is not None and config.trains:
+        yield Conflict(
+            ("inference.engine", "cluster.trainer_num_workers"),
+            "inference.engine=remote gives no token ids and no log-probs, so nothing can be trained on it: evaluate it with "
+            "`telescope eval URL --model NAME`",
+        )
+    support = config.rollout.support
+    if inference.remote is not None and (support.top_k or support.min_p):
+        yield Conflict(
+            ("rollout.top_k", "rollout.min_p", "inference.engine"),
+            "rollout.top_k and rollout.min_p are not in the chat completions API: leave them out for inference.engine=remote",
+        )
+
+
 def _inference(config: RunConfig) -> Iterator[Conflict]:
+    yield from _remote(config)
     inference, workers = config.inference, config.cluster.inference_num_workers
     if workers % inference.tensor_parallel_size:
         yield Conflict(

@@ -239,6 +239,11 @@ class RunConfig(Settings):
         return {one.label: both[one.label] for one in self.active_evals}
 
     @property
+    def trained(self) -> dict[str, EnvironmentEntry]:
+        """The environments that are trained on."""
+        return self.environments if self.trains else {}
+
+    @property
     def trains(self) -> bool:
         """False for a run without trainer ranks, which plays its evals and ends (`telescope eval`)."""
         return self.cluster.trainer_num_workers > 0
@@ -250,7 +255,9 @@ class RunConfig(Settings):
 
     @property
     def servers(self) -> int:
-        """Inference servers: a server has `tensor_parallel_size` of the inference workers."""
+        """Inference servers that are started: a server has `tensor_parallel_size` of the inference workers."""
+        if self.inference.engine == "remote":
+            return 0
         return self.cluster.inference_num_workers // self.inference.tensor_parallel_size
 
     @property

@@ -291,7 +291,9 @@ class Core:
                 f"{settings.cancel_deadline_s:g} s: it hangs, or a server that generates for it does; see their logs"
             )
         complaint = self._membership.find_absent(
-            now, workers=len(self._lanes.workers), servers=len(self._placement.servers),
+            now,
+            workers=len(self._lanes.workers),
+            servers=len(self._placement.servers),
             trainer=self._versions.ready or not settings.trains,
         )
         if complaint:

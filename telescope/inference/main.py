@@ -186,7 +186,9 @@ def _told(place: ProcessContext, url: str) -> Iterator[None]:
 
 def _connect(place: ProcessContext, direct: Hub | None, model: ModelFacts) -> Link:
     address = direct.address if direct is not None else None
-    hello = place.make_hello("server", capacity=lanes(place.config), version=place.config.first_version, direct_address=address, model=model)
+    hello = place.make_hello(
+        "server", capacity=lanes(place.config), version=place.config.first_version, direct_address=address, model=model
+    )
     return Link.connect(place.directory, hello, deadline_s=place.config.cluster.placement_timeout_s)
 
 

@@ -40,10 +40,7 @@ def compare_paired(first: Sequence[float], second: Sequence[float]) -> PairedDif
     if error is None:
         return PairedDifference(count, mean, None, None, None, None)
     low, high = interval(mean, error, count)
-    if error > 0:
-        p = two_sided_t(mean / error, count - 1)
-    else:
-        p = 1.0 if mean == 0 else 0.0
+    p = two_sided_t(mean / error, count - 1) if error > 0 else float(mean == 0)
     return PairedDifference(count, mean, error, low, high, p)
 
 
@@ -56,8 +53,8 @@ def two_sided_t(value: float, freedom: int) -> float:
 
 
 def incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction (Abramowitz and Stegun 26.5.8), evaluated as
-    Lentz does."""
+    """The regularised incomplete beta function I_x(a, b), by its continued fraction (Abramowitz and Stegun 26.5.8), evaluated
+    as Lentz does."""
     if x <= 0.0 or x >= 1.0:
         return 0.0 if x <= 0.0 else 1.0
     if x > (a + 1) / (a + b + 2):  # beyond it the fraction of the other tail is the one that converges fast

@@ -87,7 +87,7 @@ def run_orchestrator(context: ProcessContext, signals: ProcessSignals) -> int:
 def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
     """The core's part of the configuration. `trainer_sends`: weights go by broadcast, which takes the trainer's time."""
     orchestrator, rollout = config.orchestrator, config.rollout
-    trained, ahead = (config.environments if config.trains else {}), orchestrator.prompt_prefetch_buffer_size
+    trained, ahead = config.trained, orchestrator.prompt_prefetch_buffer_size
     return FlowSettings(
         number_of_steps=config.number_of_steps,
         trains=config.trains,
@@ -194,7 +194,7 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         config=context.redactor.tree(redacted(as_json(config))),
         share=lambda: share_of(run, begun.lineage, context.identity.run_id),
     )
-    ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
+    ranges = {label: ends for label in config.trained if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
     parity = ParityCheck.from_config(config, "gpu" if placement.on_gpu else "cpu")
     groups = config.logging.token_groups
@@ -205,7 +205,7 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         config.number_of_steps,
         rewards,
         group_size=config.rollout.group_size,
-        environments=tuple(config.environments),
+        environments=tuple(config.trained),
         token_groups=groups,
         parity=parity,
         redactor=context.redactor,
@@ -261,7 +261,7 @@ async def _train(
     )
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
     opened.push_async_callback(end.close, recorder.catch_up)
-    peers = Peers.from_config(config.cluster, config.inference.tensor_parallel_size)
+    peers = Peers.from_config(config.cluster, config.servers)
     supervisor = SupervisorChannel.take_over(os.environ)
     orchestrator = Orchestrator(
         config,
@@ -299,7 +299,7 @@ def _make_recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
         ranks_a_shard=config.backend.ranks_a_shard,
         rewards=rewards,
         own_max_tokens={
-            label: entry.max_tokens for label, entry in config.environments.items() if entry.max_tokens is not None
+            label: entry.max_tokens for label, entry in config.trained.items() if entry.max_tokens is not None
         },
     )
 

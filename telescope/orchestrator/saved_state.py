@@ -284,8 +284,8 @@ def start_run(run: RunDirectory, settings: FlowSettings) -> RunStart:
 
 
 def _go_on_with_evals(run: RunDirectory, settings: FlowSettings, lineage: Lineage) -> RunStart:
-    """The evals as an earlier attempt began them, with the scores of its rows. A sample without a scored row is played: one that
-    was given up is tried again. Raises `CheckpointUnreadable`, and `CannotGoOn` with a sentence."""
+    """The evals as an earlier attempt began them, with the scores of its rows. A sample without a scored row is played, one
+    that was given up too. Raises `CheckpointUnreadable`, and `CannotGoOn` with a sentence."""
     try:
         begun = _read_begun_evals(run, lineage)
         ended = [row for row in rows(run, "evals") if row["state"] in OVER]

@@ -50,8 +50,8 @@ def find_standalone(run: RunDirectory) -> Iterator[StandaloneEval]:
 
 
 def read_eval_rows(run: RunDirectory, stream: str) -> list[dict[str, Any]]:
-    """Rows of `evals` or `eval_samples`: the run's own, and behind them those of its standalone evals, which have their digest as
-    `standalone`. Raises `DamagedFile`."""
+    """Rows of `evals` or `eval_samples`: the run's own, and behind them those of its standalone evals, which have their
+    digest as `standalone`. Raises `DamagedFile`."""
     found = rows(run, stream)
     for one in find_standalone(run):
         found += ({**row, "standalone": one.digest} for row in rows(one.run, stream))

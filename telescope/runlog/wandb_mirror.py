@@ -200,8 +200,8 @@ def send_evals(
     folder: Path,
     metrics: Sequence[tuple[str, int, Mapping[str, float]]],
 ) -> str:
-    """Numbers of evals that were played outside their run to its W&B run, which has ended: (eval, step, metrics) each. Gives why
-    they did not come there; empty where they did."""
+    """Numbers of evals that were played outside their run to its W&B run, which has ended: (eval, step, metrics) each. Gives
+    why they did not come there; empty where they did."""
     try:
         import wandb
 
