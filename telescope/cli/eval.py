@@ -58,9 +58,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         jobs = [job for target in targets for job in list_jobs(target, asked, overrides)]
         for job in jobs:
-            code = _play(job) or code
-            rows += _read_rows(job)
-            if code in BY_SIGNAL:
+            ended = _play(job)
+            played = list(_read_rows(job))
+            rows += played
+            for row in played:
+                if row["state"] == "complete" and not row["scored"]:
+                    say(f"{job.label}: no sample of {row['eval']} was scored; the logs in {job.folder} say why")
+                    ended = ended or FAILED
+            code = ended or code
+            if ended in BY_SIGNAL:
                 break
     except (UsageError, WrongOverride) as error:
         say(f"telescope eval: {error}")

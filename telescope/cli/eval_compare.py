@@ -263,20 +263,20 @@ def pair_prompts(
     first: Sequence[PromptScore], second: Sequence[PromptScore]
 ) -> tuple[list[tuple[PromptScore, PromptScore]], str]:
     """The prompts that both have, and by what they are the same: `text`, or, where no text is in common because chat templates
-    differ, `place and answer`. A text that stands several times is paired in order."""
+    differ, `place and answer`. A text that stands several times is paired in order. A prompt of which no sample was scored has
+    no text: it is paired by its place, where the others stand at the same ones."""
     places: dict[str, list[PromptScore]] = {}
     for two in second:
         places.setdefault(two.text, []).append(two)
-    pairs = [(one, places[one.text].pop(0)) for one in first if one.text and places.get(one.text)]
-    if pairs:
-        return pairs, "text"
-    by_index = {two.index: two for two in second}
-    same = [
-        (one, by_index[one.index])
-        for one in first
-        if one.index in by_index and one.answers and one.answers == by_index[one.index].answers
-    ]
-    return same, "place and answer"
+    pairs, by = [(one, places[one.text].pop(0)) for one in first if one.text and places.get(one.text)], "text"
+    at = {two.index: two for two in second}
+    if not pairs:
+        known = [one for one in first if one.index in at and one.answers]
+        pairs, by = [(one, at[one.index]) for one in known if one.answers == at[one.index].answers], "place and answer"
+    if any(one.index != two.index for one, two in pairs):
+        return pairs, by
+    unscored = [one for one in first if one.index in at and not (one.text and at[one.index].text)]
+    return sorted([*pairs, *((one, at[one.index]) for one in unscored)], key=lambda pair: pair[0].index), by
 
 
 # ---- telling

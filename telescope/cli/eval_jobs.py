@@ -300,7 +300,8 @@ def _make_url_job(target: str, asked: argparse.Namespace, overrides: Sequence[st
     remote = ["inference.engine=remote", f'+inference.remote={{url:"{target}",model:"{asked.model}"}}']
     if os.environ.get(asked.key_env):
         remote.append(f"+inference.remote.api_key=${{oc.env:{asked.key_env}}}")
-    fixed = ["model=tiny", "cluster.device=cpu", "cluster.inference_num_workers=1", "rollout.group_size=1"]
+    fixed = ["model=tiny", "cluster.device=cpu", "cluster.inference_num_workers=1"]
+    fixed += ["rollout.group_size=1", "rollout.retry_backoff_s=1"]
     config = _compose([*fixed, *remote, *overrides], asked)
     stem = f"{target.partition('://')[2].partition('/')[0]}-{asked.model}"
     return _place_job(target, config, asked, stem, overrides, f"{target} {asked.model}")

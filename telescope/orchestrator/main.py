@@ -298,9 +298,7 @@ def _make_recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
         seed=config.seed,
         ranks_a_shard=config.backend.ranks_a_shard,
         rewards=rewards,
-        own_max_tokens={
-            label: entry.max_tokens for label, entry in config.trained.items() if entry.max_tokens is not None
-        },
+        own_max_tokens={label: entry.max_tokens for label, entry in config.trained.items() if entry.max_tokens is not None},
     )
 
 
