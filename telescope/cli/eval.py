@@ -118,6 +118,7 @@ def _play(job: EvalJob) -> int:
     from telescope.cli.eval_jobs import EvalRefused
     from telescope.cli.start import RunOrder, find_absent, find_obstacles, make_plan_here, run_one, say
     from telescope.config.models import hub_problem
+    from telescope.runlog import opening
 
     if job.is_played:
         say(f"{job.label}: played before, in {job.folder}")
@@ -138,6 +139,8 @@ def _play(job: EvalJob) -> int:
         code = run_one(order)  # the table alone is this command's output
     if code == OK:
         job.finish(say)
+    elif opening.is_run(job.folder):
+        say("The same command again goes on where this one ended.")
     return code
 
 

@@ -230,6 +230,7 @@ class Orchestrator:
             "version": counts.version,
             "restarts": dict(self._recorder.restarts),
             "counts": msgspec.structs.asdict(counts),
+            **({} if self._config.trains else {"step": counts.version, "steps": self._config.number_of_steps}),
         }
 
     @property
