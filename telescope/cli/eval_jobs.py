@@ -108,9 +108,7 @@ def _list_run_jobs(target: str, run: RunDirectory, asked: argparse.Namespace, ov
         folder = standalone_folder(run, digest, step)
         weights = folder.with_name(f"{folder.name}.model") if step else None
         model = trained.model.name if weights is None else str(weights)
-        config = config.model_copy(
-            update={"run_dir": str(folder), "model": config.model.model_copy(update={"name": model, "lora": None})}
-        )
+        config = config.model_copy(update={"run_dir": str(folder), "model": config.model.model_copy(update={"name": model})})
         arguments = (target, "--steps", str(step), *overrides)
         yield EvalJob(target, f"{target} step {step}", config, folder, arguments, run, weights)
 
@@ -143,6 +141,7 @@ def _make_settings(trained: RunConfig, overrides: Sequence[str], step: int) -> d
     settings |= {
         "name": f"{trained.name}-eval"[:100],
         "number_of_steps": step,
+        "model": {**settings["model"], "lora": None},  # the checkpoint's are merged when it is exported
         "cluster": cluster,
         "weight_sync": sync,
         "logging": logging,

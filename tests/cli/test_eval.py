@@ -88,6 +88,12 @@ def test_the_last_checkpoint_is_the_default_and_steps_are_named_in_any_order(tmp
         jobs_of(make_run(tmp_path / "young", config()))
 
 
+def test_adapters_are_merged_so_that_the_servers_have_none(tmp_path: Path):
+    run = make_run(tmp_path / "run", config(model={"name": "tiny", "dtype": "bfloat16", "lora": {"rank": 4}}), [2])
+    for job in jobs_of(run, steps="0,2"):
+        assert (job.config.model.lora, job.config.model.dtype) == (None, "bfloat16")
+
+
 def test_without_evals_of_its_own_a_run_is_evaluated_on_what_it_trains_on(tmp_path: Path):
     (job,) = jobs_of(make_run(tmp_path / "run", config()), steps="0")
     assert [(one.name, one.label) for one in job.config.active_evals] == [("countdown", "countdown")]

@@ -139,6 +139,7 @@ def test_a_url_is_asked_in_text(begin: Begin, tmp_path: Path, reverser: Threadin
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_checkpoint_scores_what_its_run_said_of_it(start: Start, begin: Begin):
     trained = start(
         *("experiment=fake", "backend=fsdp", "cluster.device=cpu", "number_of_steps=5", "checkpoint.every=5"),
