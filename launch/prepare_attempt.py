@@ -21,7 +21,7 @@ import msgspec
 from telescope._launch.slurm import queue
 from telescope.config.run import RunConfig
 from telescope.runlog import attempts, checkpoints, holder, opening
-from telescope.runlog.attempts import CountedRows, Lineage, read_rows, write_lineage
+from telescope.runlog.attempts import ALL_ROWS, CountedRows, Lineage, read_rows, write_lineage
 from telescope.runlog.eval_rows import read_ended
 from telescope.runlog.files import DamagedFile
 from telescope.runlog.identity import read_identity, write_identity
@@ -217,6 +217,22 @@ def begin_at(run: RunDirectory, config: RunConfig, source: ResumePoint, number: 
     write_lineage(run, Lineage(number, source.step, source.before))
     resume = checkpoints.Resume(checkpoints.FORMAT, source.step, str(source.folder.absolute()))
     checkpoints.write_resume(run, resume)
+
+
+def refuse_all_played(run: RunDirectory, config: RunConfig) -> None:
+    """Raises `CannotResume` where a run that does not train has nothing left to do."""
+    played = {(one.name, config.number_of_steps) for one in config.active_evals}
+    try:
+        ended = read_ended(run)
+    except DamagedFile as error:
+        raise CannotResume(str(error)) from error
+    if played <= ended:
+        raise CannotResume(f"{run.path} has played all its evals: there is nothing left to play")
+
+
+def begin_with_rows(run: RunDirectory, number: int) -> None:
+    """Have attempt `number` of a run that does not train go on from all rows of those before. Raises OSError."""
+    write_lineage(run, Lineage(number, 0, tuple(CountedRows(earlier, ALL_ROWS) for earlier in range(1, number))))
 
 
 def begin_anew(run: RunDirectory, config: RunConfig) -> None:

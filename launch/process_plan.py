@@ -169,9 +169,10 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> LaunchPlan:
 def _add_variables(process: ProcessPlan, config: RunConfig) -> ProcessPlan:
     """What it needs and what its log must not show, by the references in the settings."""
     transport: Any = config.weight_sync.transport_kwargs
+    remote = config.inference.remote
     own: dict[ProcessRole, Any] = {
         "orchestrator": (),
-        "worker": [entry.kwargs for entry in config.played.values()],
+        "worker": [remote and remote.api_key, *(entry.kwargs for entry in config.played.values())],
         "server": [config.inference.api_key, config.inference.vllm, transport],
         "trainer": transport,
     }

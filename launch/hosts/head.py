@@ -57,8 +57,8 @@ def run_head(run: RunDirectory, config: RunConfig, identity: NodeIdentity, say: 
         nodes.end(code, str(error))
         say(f"{error}\nNothing was started.")
         return code
-    first = next(process for process in plan.processes if process.role == "trainer")
-    return supervise(run, nodes=nodes, port=ports.get(first.node, 0))
+    first = next((process.node for process in plan.processes if process.role == "trainer"), None)
+    return supervise(run, nodes=nodes, port=0 if first is None else ports.get(first, 0))
 
 
 def _open(run: RunDirectory, config: RunConfig, identity: NodeIdentity) -> tuple[Host, HeadSocket]:

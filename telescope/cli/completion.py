@@ -15,6 +15,7 @@ ACTIONS = {
     "env": ("audit", "check"),
     "doctor": ("logprobs", "weights"),
     "completion": ("bash", "fish", "zsh"),
+    "eval": ("compare",),
 }
 """What stands first behind a command of several parts."""
 _BASH = """_telescope() {
@@ -71,7 +72,9 @@ def candidates(line: str) -> list[str]:
         return [name for name in ACTIONS[before[0]] if name.startswith(last)]
     if before == ["env", "check"]:
         return [name for name in sorted(_environments()) if name.startswith(last)]
-    if before[0] in OVERRIDDEN or (before[:2] == ["runs", "resume"] and len(before) > 2):
+    resumed = before[:2] == ["runs", "resume"] and len(before) > 2
+    evaluated = before[0] == "eval" and len(before) > 1 and before[1] != "compare"
+    if before[0] in OVERRIDDEN or resumed or evaluated:
         return sorted(dict.fromkeys(_overrides(last)))
     return []  # folders and files, which the shell knows
 

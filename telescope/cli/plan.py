@@ -79,6 +79,10 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(point.problems)
         if asked.placement:
             lines = [*describe_placement(point.config, _plan(point.config, asked)), *point.warnings]
+        elif not point.config.trains:
+            raise PlanRefused(
+                "cluster.trainer_num_workers=0 trains nothing: --placement shows its processes, and no more is planned"
+            )
         else:
             lines = [*describe(point.config), *_processes(point.config, point.warnings, asked)]
             lines += _forecast(_as_placed(point.config, asked), asked)

@@ -36,7 +36,7 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
     from telescope.config.words import ConfigError
 
     run = RunDirectory(path.absolute())
-    changes = _changes(overrides)
+    changes = read_changes(overrides)
     try:
         written = opening.go_on(run).settings
         settings = {**written, "checkpoint": {**written.get("checkpoint", {}), "resume": True}, "run_dir": str(run.path)}
@@ -50,7 +50,7 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
     for place, value in changes:
         if place == "run_dir":
             raise WrongOverride(f"run_dir={value} can't be given: a run goes on in its own directory, {run.path}")
-        _put(settings, place, value)
+        put_setting(settings, place, value)
     config, problems = validate(settings)
     if config is None:
         say(f"{ConfigError(problems)}\nNothing was started.")
@@ -71,7 +71,8 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
     return join_run(order) if standing.rank else run_one(order)
 
 
-def _changes(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+def read_changes(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    """(place, value) of each. Raises `WrongOverride` for one that can't be read."""
     from telescope.compose.load import UsageError, parse
 
     try:
@@ -80,7 +81,8 @@ def _changes(overrides: Sequence[str]) -> list[tuple[str, Any]]:
         raise WrongOverride(str(error)) from error
 
 
-def _put(settings: dict[str, Any], place: str, value: Any) -> None:
+def put_setting(settings: dict[str, Any], place: str, value: Any) -> None:
+    """Change one setting of a resolved configuration. Raises `WrongOverride` where it has no such single setting."""
     *path, last = place.split(".")
     here: Any = settings
     for name in path:

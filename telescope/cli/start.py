@@ -48,6 +48,8 @@ class RunOrder:
     warnings: tuple[str, ...]
     arguments: tuple[str, ...]
     started: datetime
+    program: str = "telescope.run"
+    """The module that was given the arguments."""
     by_itself: bool = False
     """An attempt that nobody asked for: it passes over checkpoints that are damaged, where a person is told of them."""
 
@@ -305,6 +307,8 @@ def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> Run
     until_held.enter_context(prepare_attempt.lock_attempts(directory))
     prepare_attempt.refuse_alive(directory)
     prepare_attempt.refuse_queued(directory)
+    if not config.trains:
+        return _go_on_with_evals(directory, order)
     on_slurm = config.cluster.slurm is not None
     if on_slurm and asked is not True:
         raise prepare_attempt.CannotResume(
@@ -325,6 +329,22 @@ def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> Run
     _write_settings(directory, order)
     prepare_attempt.begin_at(directory, config, source, number)
     _log.info("Going on after step %d, in attempt %d of %s.", source.step, number, path)
+    return directory
+
+
+def _go_on_with_evals(directory: RunDirectory, order: RunOrder) -> RunDirectory:
+    """The directory of a run that does not train, ready to play what is left. Raises `CannotResume` and OSError."""
+    from telescope._launch import prepare_attempt
+    from telescope.config.run import config_hash
+    from telescope.runlog import http_key
+
+    prepare_attempt.refuse_all_played(directory, order.config)
+    if order.config.inference.makes_http_key:
+        http_key.make(directory)
+    number = prepare_attempt.begin_attempt(directory, config_hash(order.config), secrets.token_hex(4))
+    _write_settings(directory, order)
+    prepare_attempt.begin_with_rows(directory, number)
+    _log.info("Going on with what is left of the evals, in attempt %d of %s.", number, directory.path)
     return directory
 
 
@@ -357,7 +377,7 @@ def _write_settings(directory: RunDirectory, order: RunOrder) -> None:
     from telescope.config.run import as_yaml, dump_run
     from telescope.runlog.layout import write_atomically
 
-    command = shlex.join(["python", "-m", "telescope.run", *order.arguments])
+    command = shlex.join(["python", "-m", *order.program.split(), *order.arguments])
     write_atomically(directory.config_json, dump_run(order.config), mode=0o600)
     write_atomically(directory.config_yaml, as_yaml(order.config), mode=0o600)
     write_atomically(directory.cmdline, f"{command}\n", mode=0o600)

@@ -49,8 +49,8 @@ class ClusterSettings(Settings):
     """auto: the GPUs present, else CPU."""
     inference_num_workers: int = Field(default=2, ge=1, le=MOST_WORKERS)
     """GPUs given to inference; servers = this / inference.tensor_parallel_size."""
-    trainer_num_workers: int = Field(default=2, ge=1, le=MOST_WORKERS)
-    """Trainer ranks."""
+    trainer_num_workers: int = Field(default=2, ge=0, le=MOST_WORKERS)
+    """Trainer ranks; 0: nothing is trained, the evals are played once (`telescope eval` sets it)."""
     env_num_workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
     """Environment worker processes."""
     rollouts_per_env_worker: int = Field(default=1024, ge=1, le=1_000_000)

@@ -35,7 +35,10 @@ class Conflict:
 
 def conflicts(config: RunConfig) -> list[Conflict]:
     """Every impossible combination, each in a sentence that names the remedy."""
+    if not config.trains:  # what only training reads is not judged
+        return [*_lanes(config), *_processes(config), *_hosts(config), *_without_trainer(config), *_evals(config)]
     return [
+        *_steps(config),
         *_lengths(config),
         *_groups(config),
         *_lanes(config),
@@ -56,12 +59,41 @@ def conflicts(config: RunConfig) -> list[Conflict]:
     ]
 
 
+def _steps(config: RunConfig) -> Iterator[Conflict]:
+    if config.number_of_steps < 1:
+        yield Conflict(
+            ("number_of_steps", "cluster.trainer_num_workers"),
+            "number_of_steps=0 trains nothing: give the steps to train, or evaluate a model with `telescope eval`",
+        )
+
+
+def _without_trainer(config: RunConfig) -> Iterator[Conflict]:
+    if not config.active_evals:
+        yield Conflict(
+            ("cluster.trainer_num_workers", "evals"),
+            "cluster.trainer_num_workers=0 trains nothing, and there are no evals to play: give 1 or more, or name evals, e.g. "
+            "evals.math500={}",
+        )
+    if config.model.lora is not None:
+        yield Conflict(
+            ("cluster.trainer_num_workers", "model.lora"),
+            "model.lora trains adapters, and cluster.trainer_num_workers=0 trains nothing: leave it out, and name a model into "
+            "which they are merged (`telescope export --merge`)",
+        )
+    if config.checkpoint.on:
+        yield Conflict(
+            ("cluster.trainer_num_workers", "checkpoint.every"),
+            f"checkpoint.every={config.checkpoint.every} saves what trainer ranks hold, and cluster.trainer_num_workers=0: set "
+            "checkpoint.every=0",
+        )
+
+
 def _evals(config: RunConfig) -> Iterator[Conflict]:
     mistakes = find_mistakes(
         config.eval,
         config.evals,
         config.environments,
-        number_of_steps=config.number_of_steps,
+        number_of_steps=config.number_of_steps if config.trains else None,
         max_model_len=config.inference.max_model_len,
     )
     for paths, sentence in mistakes:
@@ -254,7 +286,29 @@ def _hosts(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _remote(config: RunConfig) -> Iterator[Conflict]:
+    inference = config.inference
+    if (inference.engine == "remote") != (inference.remote is not None):
+        yield Conflict(
+            ("inference.engine", "inference.remote"),
+            "inference.engine=remote and inference.remote={url:…,model:…} go together: give both, or neither",
+        )
+    elif inference.remote is not None and config.trains:
+        yield Conflict(
+            ("inference.engine", "cluster.trainer_num_workers"),
+            "inference.engine=remote gives no token ids and no log-probs, so nothing can be trained on it: evaluate it with "
+            "`telescope eval URL --model NAME`",
+        )
+    support = config.rollout.support
+    if inference.remote is not None and (support.top_k or support.min_p):
+        yield Conflict(
+            ("rollout.top_k", "rollout.min_p", "inference.engine"),
+            "rollout.top_k and rollout.min_p are not in the chat completions API: leave them out for inference.engine=remote",
+        )
+
+
 def _inference(config: RunConfig) -> Iterator[Conflict]:
+    yield from _remote(config)
     inference, workers = config.inference, config.cluster.inference_num_workers
     if workers % inference.tensor_parallel_size:
         yield Conflict(

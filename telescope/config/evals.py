@@ -168,10 +168,15 @@ def find_server_mistakes(
 
 
 def digest_sampling(one: Eval, entry: EnvironmentEntry, rollout: RolloutSettings, max_model_len: int) -> str:
-    """16 hexadecimal digits over all that an eval's answers are sampled with, wherever it is set. `entry`: of the environment
-    that it plays."""
+    """16 hexadecimal digits over `list_sampling`."""
+    used = list_sampling(one, entry, rollout, max_model_len)
+    return hashlib.blake2b(json.dumps(used, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def list_sampling(one: Eval, entry: EnvironmentEntry, rollout: RolloutSettings, max_model_len: int) -> dict[str, Any]:
+    """All that an eval's answers are sampled with, wherever it is set. `entry`: of the environment that it plays."""
     support = rollout.support
-    used = {
+    return {
         "temperature": _first(one.temperature, entry.temperature, rollout.temperature),
         "max_tokens": _first(one.max_tokens, entry.max_tokens, rollout.max_tokens),
         "top_p": _first(one.top_p, support.top_p),
@@ -180,7 +185,6 @@ def digest_sampling(one: Eval, entry: EnvironmentEntry, rollout: RolloutSettings
         "stop": rollout.stop,
         "max_model_len": max_model_len,
     }
-    return hashlib.blake2b(json.dumps(used, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _first(*values: float | None) -> float | None:
@@ -203,10 +207,11 @@ def find_mistakes(
     entries: Mapping[str, EvalEntry],
     environments: Mapping[str, EnvironmentEntry],
     *,
-    number_of_steps: int,
+    number_of_steps: int | None,
     max_model_len: int,
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Settings of evals that do nothing or can't be, each with the paths of the settings in it."""
+    """Settings of evals that do nothing or can't be, each with the paths of the settings in it. `number_of_steps`: None where
+    each eval is played once, whatever says when it is due."""
     evals = make_evals(shared, entries, environments)
     if not evals:
         for name in (name for name in SHARED if getattr(shared, name) != EvalSettings.model_fields[name].default):
@@ -241,7 +246,7 @@ def find_mistakes(
                 f"{place('num_samples')}={one.num_samples} answers to a prompt: raise {place('num_samples')} to {most}, or "
                 "leave that k out",
             )
-        if not one.is_due(number_of_steps):
+        if number_of_steps is not None and not one.is_due(number_of_steps):
             when = f"{place('every')} is null" if one.every is None else f"{place('every')}={one.every}"
             yield (
                 (place("every"), place("baseline"), place("final"), "number_of_steps"),

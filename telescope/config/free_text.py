@@ -32,6 +32,7 @@ _OPEN: tuple[Place, ...] = (
     ("cluster", "env"),
     ("cluster", "slurm", "setup"),
     ("inference", "api_key"),
+    ("inference", "remote", "api_key"),
     ("inference", "vllm"),
 )
 _RECORDED = (bool, int, float, complex, Decimal, Fraction, PurePath, Enum, date, time, timedelta, type(None))

@@ -114,8 +114,9 @@ class RunConfig(Settings):
     """What the run is called, e.g. in the name of its directory; empty: model and algorithm, as in `tiny-grpo`."""
     run_dir: str | None = None
     """Where everything about the run is written; null: `runs/<date>_<time>_<name>`. Never reused."""
-    number_of_steps: int = Field(default=300, ge=1, le=1_000_000_000)
-    """Steps to train; each trains one batch and makes one weight version."""
+    number_of_steps: int = Field(default=300, ge=0, le=1_000_000_000)
+    """Steps to train; each trains one batch and makes one weight version. With cluster.trainer_num_workers=0: those that were
+    trained before, by which the evals' rows go; 0: none."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of everything drawn at random: prompt order, environments, sampling."""
     debug: bool = False
@@ -232,12 +233,32 @@ class RunConfig(Settings):
     @property
     def played(self) -> dict[str, EnvironmentEntry]:
         """All environments that workers load: those that are trained on, and those that evals alone play, by the eval's
-        name."""
-        return self.environments | make_own_environments(self.evals, self.environments)
+        name. Of a run that does not train, what its evals play."""
+        both = self.environments | make_own_environments(self.evals, self.environments)
+        if self.trains:
+            return both
+        return {one.label: both[one.label] for one in self.active_evals}
+
+    @property
+    def trained(self) -> dict[str, EnvironmentEntry]:
+        """The environments that are trained on."""
+        return self.environments if self.trains else {}
+
+    @property
+    def trains(self) -> bool:
+        """False for a run without trainer ranks, which plays its evals and ends (`telescope eval`)."""
+        return self.cluster.trainer_num_workers > 0
+
+    @property
+    def first_version(self) -> int:
+        """The weight version that servers begin with."""
+        return 0 if self.trains else self.number_of_steps
 
     @property
     def servers(self) -> int:
-        """Inference servers: a server has `tensor_parallel_size` of the inference workers."""
+        """Inference servers that are started: a server has `tensor_parallel_size` of the inference workers."""
+        if self.inference.engine == "remote":
+            return 0
         return self.cluster.inference_num_workers // self.inference.tensor_parallel_size
 
     @property

@@ -263,9 +263,35 @@ def is_loopback(host: str | None) -> bool:
     return host is None or host in ("localhost", "::1") or host.startswith("127.")
 
 
+class RemoteServer(Settings):
+    """An OpenAI-compatible server of somebody else's, which evals play against."""
+
+    url: str = Field(pattern=r"^https?://\S+$")
+    """Where its API begins, e.g. `http://host:8000/v1`."""
+    model: str = Field(min_length=1)
+    """The model that it is asked for."""
+    api_key: str | None = None
+    """Sent as a bearer token, as a reference: `'${oc.env:OPENAI_API_KEY}'`; null: none."""
+    send_seed: bool = True
+    """Send each answer's seed, which most servers take; false: for those that refuse it."""
+
+    @field_validator("api_key")
+    @classmethod
+    def _key_is_a_reference(cls, api_key: str | None) -> str | None:
+        if api_key is not None and parse_reference(api_key) is None:
+            raise ValueError(
+                "inference.remote.api_key must not stand in a configuration: put it into an environment variable and give "
+                "inference.remote.api_key='${oc.env:OPENAI_API_KEY}'"
+            )
+        return api_key
+
+
 class InferenceSettings(Settings):
-    engine: Literal["vllm", "fake"] = "vllm"
-    """What generates: vLLM, or answers made up from the seed (for tests). `inference=vllm|fake` sets it."""
+    engine: Literal["vllm", "fake", "remote"] = "vllm"
+    """What generates: vLLM, or answers made up from the seed (for tests). `inference=vllm|fake` sets it. remote: a server of
+    somebody else's, for evals alone (`telescope eval URL`)."""
+    remote: RemoteServer | None = None
+    """With engine=remote: which server, as `{url:…,model:…}`."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Precision served; auto: bfloat16 on a GPU, model.dtype on CPU."""
     host: str | None = None

@@ -64,6 +64,8 @@ class Core:
         self._eval_servers = EvalServers(settings, self._placement, self._out.append)
         self._evals = Evals(settings, self._lanes, self._eval_servers, self._out.append)
         self._versions = WeightVersions(while_training=settings.weights_while_training)
+        if not settings.trains:
+            self._versions.restore(settings.number_of_steps)
         self._checkpoints = CheckpointSchedule(settings)
         self._states = GroupStates(self._tally, self._out.append)
         self._requests = TokenRequests(self._lanes, self._placement, self._out.append, self._states.reach)
@@ -213,13 +215,13 @@ class Core:
                 sampler.resume(group.prompt)
         self._sampler = self._groups.sampler = sampler
         if resumed is None:
-            self._evals.begin_due(0, members.eval_sizes, members.digests)
+            self._evals.begin_due(self.version, members.eval_sizes, members.digests)
         else:
             self._evals.go_on(members.eval_sizes, members.digests)
             if self._opened:
                 self._share_servers()
-            if self.version == self._early_stop.last_step:
-                self._leave(self._make_end())
+        if self.version == self._early_stop.last_step:
+            self._leave(self._make_end())
         ahead = settings.prompt_prefetch_buffer_size
         self._prefetch = PromptPrefetch(sampler, ahead) if ahead else None
 
@@ -312,7 +314,10 @@ class Core:
                 f"{settings.cancel_deadline_s:g} s: it hangs, or a server that generates for it does; see their logs"
             )
         complaint = self._membership.find_absent(
-            now, workers=len(self._lanes.workers), servers=len(self._placement.servers), trainer=self._versions.ready
+            now,
+            workers=len(self._lanes.workers),
+            servers=len(self._placement.servers),
+            trainer=self._versions.ready or not settings.trains,
         )
         if complaint:
             self._fail_run(complaint)
@@ -335,6 +340,8 @@ class Core:
             self._out.append(do.WarnUser(sentence))
 
     def _make_end(self) -> do.EndRun:
+        if not self.settings.trains:
+            return do.EndRun("all evals are played", ok=True)
         return do.EndRun(self._early_stop.sentence or f"all {self.version} steps are trained", ok=True)
 
     def _send_weights(self) -> None:
@@ -432,7 +439,7 @@ class Core:
                 self._lanes.queue(rollout)
         self._checkpoints = CheckpointSchedule(settings, snapshot.step)
         self._resumed = self.saved = snapshot
-        self._opened = False
+        self._opened = not settings.trains  # else the servers have yet to get the weights
 
     # ---- what follows from any event: take, train, admit, dispatch
 

@@ -68,6 +68,9 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     number_of_steps: int
     """Training batches of the run; step s produces weight version s."""
+    trains: bool = True
+    """False: nobody trains. The servers begin with the weights of `number_of_steps` (0: those of a model that was not trained
+    here), all evals are played once, and the run ends."""
     prompts_batch_size_for_trainer: int = 16
     """P."""
     group_size: int = 8
@@ -144,7 +147,7 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in ("number_of_steps", "prompts_batch_size_for_trainer", "group_size", "max_off_policy_steps",
                      "min_group_size", "max_attempts", "max_concurrent_prompts_per_server", "failed_batches_limit",
                      "discarded_batches_limit"):  # fmt: skip
-            if getattr(self, name) < 1:
+            if getattr(self, name) < (1 if self.trains or name != "number_of_steps" else 0):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("rollout_deadline_s", "cancel_deadline_s", "absence_deadline_s", "checkpoint_stop_timeout_s"):
             if not getattr(self, name) > 0:
@@ -179,7 +182,9 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 raise ValueError(f"{name} needs {lanes}: {needs}; switch {name} off, or {lanes} on")
         if not 0 < self.kv_soft <= self.kv_hard <= 1:
             raise ValueError(f"kv_soft={self.kv_soft} and kv_hard={self.kv_hard} must be in order: 0 < soft <= hard <= 1")
-        if not self.environments:
+        if not self.trains and (self.environments or not self.evals or self.checkpoint_every):
+            raise ValueError("a run that does not train plays evals alone: it draws no prompts and saves no checkpoints")
+        if self.trains and not self.environments:
             raise ValueError("environments is empty: name at least one environment to draw prompts from")
         labels = [label for label, _ in self.environments]
         if len(set(labels)) != len(labels):

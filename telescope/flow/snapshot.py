@@ -106,7 +106,7 @@ def find_refusal(snapshot: Snapshot, settings: FlowSettings) -> str:
     unplayed = snapshot.evals.rounds and early.last_step == snapshot.step
     if early.last_step <= snapshot.step < settings.number_of_steps and not unplayed:
         return f"{early.sentence}: set eval.stop_after=null to train on, or to more"
-    if settings.number_of_steps <= snapshot.step and not unplayed:
+    if settings.trains and settings.number_of_steps <= snapshot.step and not unplayed:
         return (
             f"number_of_steps={settings.number_of_steps} is reached: the checkpoint is of step {snapshot.step}; raise "
             "number_of_steps to train on"

@@ -121,8 +121,10 @@ class FakeEngine:
         kv_tokens: int | None = None,
         receivers: Callable[[str], Receiver] | None = None,
         deadline_s: float = 60.0,
+        version: int = 0,
     ) -> None:
-        """`receivers` gives the worker's end of a transport other than shared memory; without it they are refused."""
+        """`receivers` gives the worker's end of a transport other than shared memory; without it they are refused. `version`:
+        of the weights that it begins with."""
         self._characters = Characters(folder)
         self._end = next(iter(end_ids(folder)), None)
         self._reader = reader
@@ -132,7 +134,7 @@ class FakeEngine:
         self._held = 0  # tokens of all requests that run, prompts included
         self._weights_s = weights_s
         self._aborts: dict[str, asyncio.Event] = {}
-        self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
+        self._state = WeightState(version=version, prepared=None, checksum="", pause_s=0.0)
         self._staged: WeightManifest | None = None
         self._stepped: Callable[[], None] = lambda: None
         self._receivers, self._deadline_s = receivers, deadline_s

@@ -186,7 +186,9 @@ def _told(place: ProcessContext, url: str) -> Iterator[None]:
 
 def _connect(place: ProcessContext, direct: Hub | None, model: ModelFacts) -> Link:
     address = direct.address if direct is not None else None
-    hello = place.make_hello("server", capacity=lanes(place.config), version=0, direct_address=address, model=model)
+    hello = place.make_hello(
+        "server", capacity=lanes(place.config), version=place.config.first_version, direct_address=address, model=model
+    )
     return Link.connect(place.directory, hello, deadline_s=place.config.cluster.placement_timeout_s)
 
 
@@ -257,6 +259,7 @@ def build_engine(
             weights_s=settings.fake_weights_s,
             receivers=fake_receivers(config, run, name),
             deadline_s=config.weight_sync.update_timeout_s,
+            version=config.first_version,
         )
     if sentence := unserved(config, device):
         raise EngineRefused(sentence)
@@ -269,7 +272,8 @@ def build_engine(
     if refused := [sentence for _, sentence in vllm_arguments.refusals(settings.vllm)]:  # the head may have had no vLLM to ask
         raise EngineRefused("; ".join(refused))
     plan = ServerPlan(
-        config.model, folder, settings, device, lanes(config), config.seed, run, name, transport, config.plugin_path
+        *(config.model, folder, settings, device, lanes(config), config.seed, run, name, transport, config.plugin_path),
+        version=config.first_version,
     )
     if config.model.lora is not None:
         from telescope.inference.vllm.lora_engine import LoraEngine

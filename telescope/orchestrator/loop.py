@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 STATUS_S = 0.5
 MAX_CAUSE_CHARACTERS = 2_000
+REMOTE = "remote"
+"""What a server is called that somebody else runs."""
 WRITTEN_A_LOOK = 8
 """Scored rollouts written before the loop looks again whether a message has come: some milliseconds."""
 
@@ -226,11 +228,14 @@ class Orchestrator:
             "version": counts.version,
             "restarts": dict(self._recorder.restarts),
             "counts": counts.as_fields(),
+            **({} if self._config.trains else {"step": counts.version, "steps": self._config.number_of_steps}),
         }
 
     @property
     def _doing(self) -> str:
         evaluating = self._recorder.evals.described
+        if not self._config.trains:
+            return evaluating or "playing evals"
         return f"{self.executor.doing} · {evaluating}" if evaluating else self.executor.doing
 
     # ---- what peers say ----------------------------------------------------------------------------------------------
@@ -291,6 +296,9 @@ class Orchestrator:
         present = self._peers.present
         for name in self._peers.servers:
             yield events.ServerJoined(server=name, version=present[name].version, capacity=present[name].capacity)
+        if self._config.inference.remote is not None:  # no process of ours: workers ask it themselves
+            lanes = self._config.orchestrator.max_concurrent_prompts_per_server * self._config.rollout.group_size
+            yield events.ServerJoined(server=REMOTE, version=self._config.first_version, capacity=lanes)
         for name in self._peers.workers:
             hello = present[name]
             yield events.WorkerJoined(worker=name, capacity=hello.capacity, environments=hello.environments)

@@ -87,8 +87,10 @@ def run_orchestrator(context: ProcessContext, signals: ProcessSignals) -> int:
 def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
     """The core's part of the configuration. `trainer_sends`: weights go by broadcast, which takes the trainer's time."""
     orchestrator, rollout = config.orchestrator, config.rollout
+    trained, ahead = config.trained, orchestrator.prompt_prefetch_buffer_size
     return FlowSettings(
         number_of_steps=config.number_of_steps,
+        trains=config.trains,
         prompts_batch_size_for_trainer=orchestrator.prompts_batch_size_for_trainer,
         group_size=rollout.group_size,
         max_async_rollout=orchestrator.max_async_rollout,
@@ -104,9 +106,9 @@ def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> Flo
         kv_soft=orchestrator.kv_soft,
         kv_hard=orchestrator.kv_hard,
         adaptive_concurrency=orchestrator.adaptive_concurrency,
-        environments=tuple((label, entry.weight) for label, entry in config.environments.items()),
-        curricula={label: _rules_of(entry.curriculum) for label, entry in config.environments.items() if entry.curriculum},
-        prompt_prefetch_buffer_size=orchestrator.prompt_prefetch_buffer_size if orchestrator.enable_prompt_prefetch else 0,
+        environments=tuple((label, entry.weight) for label, entry in trained.items()),
+        curricula={label: _rules_of(entry.curriculum) for label, entry in trained.items() if entry.curriculum},
+        prompt_prefetch_buffer_size=ahead if orchestrator.enable_prompt_prefetch and config.trains else 0,
         seed=config.seed,
         rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
         # a server that hangs is given up long before, an update under way has its time first: what is left then is the worker's
@@ -132,8 +134,8 @@ def _make_eval_rules(config: RunConfig, one: Eval) -> EvalRules:
         every=one.every or 0,
         num_samples=one.num_samples,
         num_prompts=one.num_prompts or 0,
-        baseline=one.baseline,
-        final=one.final,
+        baseline=one.baseline or not config.trains,
+        final=one.final or not config.trains,
         sampling=digest_sampling(one, config.played[one.label], config.rollout, config.inference.max_model_len),
     )
 
@@ -197,7 +199,7 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         config=context.redactor.tree(redacted(as_json(config))),
         share=lambda: share_of(run, begun.lineage, context.identity.run_id),
     )
-    ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
+    ranges = {label: ends for label in config.trained if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
     parity = ParityCheck.from_config(config, "gpu" if placement.on_gpu else "cpu")
     groups = config.logging.token_groups
@@ -208,7 +210,7 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         config.number_of_steps,
         rewards,
         group_size=config.rollout.group_size,
-        environments=tuple(config.environments),
+        environments=tuple(config.trained),
         token_groups=groups,
         parity=parity,
         redactor=context.redactor,
@@ -266,7 +268,7 @@ async def _train(
     )
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
     opened.push_async_callback(end.close, recorder.catch_up)
-    peers = Peers.from_config(config.cluster, config.inference.tensor_parallel_size)
+    peers = Peers.from_config(config.cluster, config.servers)
     supervisor = SupervisorChannel.take_over(os.environ)
     orchestrator = Orchestrator(
         config,
@@ -303,9 +305,7 @@ def _make_recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
         seed=config.seed,
         ranks_a_shard=config.backend.ranks_a_shard,
         rewards=rewards,
-        own_max_tokens={
-            label: entry.max_tokens for label, entry in config.environments.items() if entry.max_tokens is not None
-        },
+        own_max_tokens={label: entry.max_tokens for label, entry in config.trained.items() if entry.max_tokens is not None},
     )
 
 

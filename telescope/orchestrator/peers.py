@@ -39,9 +39,9 @@ class Peers:
     """By the fact of the model's folder, who told it first in this attempt: also a server that is started again must agree."""
 
     @classmethod
-    def from_config(cls, cluster: ClusterSettings, tensor_parallel_size: int = 1) -> Peers:
-        """Everyone whom the plan starts. A server takes `tensor_parallel_size` of the inference workers."""
-        servers = cluster.inference_num_workers // tensor_parallel_size
+    def from_config(cls, cluster: ClusterSettings, servers: int | None = None) -> Peers:
+        """Everyone whom the plan starts. `servers`: None: one an inference worker."""
+        servers = cluster.inference_num_workers if servers is None else servers
         return cls(
             workers=tuple(f"worker-{index}" for index in range(cluster.env_num_workers)),
             servers=tuple(f"server-{index}" for index in range(servers)),

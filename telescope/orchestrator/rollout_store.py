@@ -176,11 +176,15 @@ class Rollout:
     @property
     def logprobs(self) -> np.ndarray:
         """Of the sampled tokens [trained tokens] float32."""
+        if not self.branches:
+            return np.empty(0, np.float32)
         return np.concatenate([branch.logprobs[branch.mask.astype(bool)] for branch in self.branches])
 
     @property
     def versions(self) -> np.ndarray:
         """Weight versions of the sampled tokens [trained tokens] int32."""
+        if not self.branches:
+            return np.empty(0, np.int32)
         return np.concatenate([branch.versions[branch.mask.astype(bool)] for branch in self.branches])
 
     def score(self, result: RolloutResult, arrays: tuple[np.ndarray, ...], newest: int) -> None:
@@ -190,17 +194,22 @@ class Rollout:
         was recorded. `newest`: the youngest weight
         version that any server can have sampled with. Raises `UnusableRollout`; nothing has changed then.
         """
-        wrong = (
-            _find_wrong_shape(result, arrays)
-            or _find_wrong_number(result)
-            or _find_wrong_token(result, arrays, newest)
-            or _find_wrong_turn(result, arrays[1])
-        )
+        if self.order.eval and not result.branch_lengths and not any(map(len, arrays)):  # of a server that tells no tokens
+            wrong = _find_wrong_number(result)
+        else:
+            wrong = (
+                _find_wrong_shape(result, arrays)
+                or _find_wrong_number(result)
+                or _find_wrong_token(result, arrays, newest)
+                or _find_wrong_turn(result, arrays[1])
+            )
         if wrong:
             prompt = self.order.prompt
             where = f"rollout {self.order.rollout_id} (environment {prompt.environment}, prompt {prompt.index})"
             raise UnusableRollout(f"{where}: {wrong}")
         self.answer = result
+        if not result.branch_lengths:
+            return
         if len(result.branch_lengths) == 1:
             self.branches = (Trajectory(*arrays),)
             return
@@ -283,8 +292,9 @@ def _find_wrong_number(result: RolloutResult) -> str:
         return f"its reward is {result.reward}"
     if not 0 < result.temperature < np.inf:
         return f"its temperature is {result.temperature}"
-    if not 0 <= result.prompt_tokens <= result.branch_lengths[0]:
-        return f"prompt_tokens={result.prompt_tokens}, and its first branch has {result.branch_lengths[0]} tokens"
+    longest = result.branch_lengths[0] if result.branch_lengths else LIMIT
+    if not 0 <= result.prompt_tokens <= longest:
+        return f"prompt_tokens={result.prompt_tokens}, and its first branch has {longest} tokens"
     for name in ("turns", "started_ns", "generated_ns", "scored_ns"):
         if not 0 <= getattr(result, name) < LIMIT:
             return f"{name}={getattr(result, name)} is not such a number"

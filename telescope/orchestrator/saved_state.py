@@ -23,16 +23,21 @@ import numpy as np
 
 from telescope.flow.core import Core
 from telescope.flow.early_stop import SavedEarlyStop
-from telescope.flow.evals import SavedEvals
+from telescope.flow.evals import SavedEvals, SavedRound
+from telescope.flow.events import WorkerJoined
+from telescope.flow.replay import JournalDamaged, decode_line, read_opening
 from telescope.flow.settings import FlowSettings
 from telescope.flow.snapshot import Snapshot
 from telescope.maths import routing
 from telescope.orchestrator.cohorts import Cohort, CohortMeans
-from telescope.orchestrator.eval_scores import EvalProgress
+from telescope.orchestrator.eval_scores import EvalProgress, SampleScore
 from telescope.orchestrator.rollout_store import Rollout
 from telescope.records import Record, RolloutOrder, Trajectory
 from telescope.runlog.attempts import CountedRows, Lineage, read_lineage, write_rows
 from telescope.runlog.checkpoints import CheckpointUnreadable, orchestrator_part, read_resume
+from telescope.runlog.eval_rows import OVER
+from telescope.runlog.files import DamagedFile
+from telescope.runlog.journal import journal_lines
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.wire.messages import RolloutResult
@@ -282,6 +287,8 @@ class RunStart:
 def start_run(run: RunDirectory, settings: FlowSettings) -> RunStart:
     """Raises `CheckpointUnreadable`, and `CannotGoOn` with a sentence."""
     resume, lineage = read_resume(run), read_lineage(run)
+    if not settings.trains and lineage.before:
+        return _go_on_with_evals(run, settings, lineage)
     if resume is None:
         return RunStart(Core(settings), lineage)
     state, rollouts = read_state(Path(resume.folder))
@@ -292,3 +299,76 @@ def start_run(run: RunDirectory, settings: FlowSettings) -> RunStart:
     steps = {row["step"]: row["metrics"] for row in rows(run, "step_metrics") if row["step"] <= resume.step}
     history = tuple(steps[step] for step in sorted(steps))
     return RunStart(core, lineage, tuple(rollouts), state.counters, history)
+
+
+# ---- a run that does not train has no checkpoints: its rows tell what was played
+
+
+def _go_on_with_evals(run: RunDirectory, settings: FlowSettings, lineage: Lineage) -> RunStart:
+    """The evals as an earlier attempt began them, with the scores of its rows. A sample without a scored row is played, one
+    that was given up too. Raises `CheckpointUnreadable`, and `CannotGoOn` with a sentence."""
+    try:
+        begun = _read_begun_evals(run, lineage)
+        ended = [row for row in rows(run, "evals") if row["state"] in OVER]
+        scored = {row["rollout_id"]: row for row in rows(run, "eval_samples") if row["status"] == "scored"}
+    except (DamagedFile, JournalDamaged) as error:
+        raise CheckpointUnreadable(f"{error}: what was played can't be told from it; remove {run.path}") from error
+    if begun is None:
+        return RunStart(Core(settings), lineage)
+    over = {(row["eval"], row["step"]) for row in ended}
+    rounds, under_way = [], []
+    for one in begun.evals.rounds:
+        if (one.rules.name, one.step) in over:
+            continue
+        size = one.prompts * one.rules.num_samples
+        known = [number for number in range(one.first_id, one.first_id + size) if number in scored]
+        known = known[: size - 1]  # what ends an eval is its last sample: where only its own row was lost, one is played again
+        rounds.append(msgspec.structs.replace(one, scored=tuple(known), failed=()))
+        under_way.append(_make_progress(one, {number: scored[number] for number in known}))
+    complete = tuple(row for row in ended if row["state"] == "complete")
+    snapshot = msgspec.structs.replace(
+        begun, settings=settings, evals=msgspec.structs.replace(begun.evals, rounds=tuple(rounds))
+    )
+    scores = SavedEvalScores(tuple(under_way), complete, complete)
+    try:
+        core = Core.restore(settings, snapshot)
+    except ValueError as error:
+        raise CannotGoOn(str(error)) from error
+    return RunStart(core, lineage, counters=SummaryCounters(evals=scores))
+
+
+def _read_begun_evals(run: RunDirectory, lineage: Lineage) -> Snapshot | None:
+    """The core of the latest earlier attempt that came so far, when its evals had begun. None: none came so far. Raises
+    `DamagedFile` and `JournalDamaged`."""
+    for part in reversed(lineage.before):
+        journal = RunDirectory(run.earlier_attempt(part.attempt)).journal
+        if not journal.exists():
+            continue
+        lines = journal_lines(journal)
+        if (first := next(lines, None)) is None:
+            continue
+        opening = read_opening(first)
+        if opening.snapshot is not None:
+            return opening.snapshot
+        core = opening.core()
+        for number, text in enumerate(lines, start=2):
+            line = decode_line(text, number)
+            core.handle(line.event, line.now)
+            if isinstance(line.event, WorkerJoined) and not core.ended:
+                return core.snapshot()
+    return None
+
+
+def _make_progress(one: SavedRound, scored: Mapping[int, Mapping[str, Any]]) -> EvalProgress:
+    scores = {
+        number: SampleScore(
+            row["reward"],
+            row.get("metrics") or {},
+            row["completion_tokens"],
+            row["finish_reason"] == "length",
+            row.get("version_first", -1),
+            row.get("version_last", -1),
+        )
+        for number, row in scored.items()
+    }
+    return EvalProgress(one.rules.name, one.step, one.prompts, one.rules.num_samples, one.first_id, scores)

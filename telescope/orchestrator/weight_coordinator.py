@@ -69,6 +69,7 @@ class WeightCoordinator:
 
     def join(self, server: str, version: int) -> None:
         self._served[server] = version
+        self.newest = max(self.newest, version)
 
     def lose(self, server: str, now: float) -> None:
         """The server is gone, with what it was asked."""

@@ -30,7 +30,7 @@ FORMAT = 1
 KEPT = frozenset(
     {
         *("config.json", "config.yaml", "cmdline.txt", "run.json", "plan.json", "slurm.json", "attempts.jsonl"),
-        *("attempts", "slurm", "checkpoints", "http.key"),
+        *("attempts", "slurm", "checkpoints", "evals", "http.key"),
     }
 )
 """What belongs to the run rather than to one attempt."""
@@ -192,6 +192,10 @@ class CountedRows(Record):
         if writer == OWN:
             return bool(row["seq"] <= self.last_row)
         return self.step is None or bool(row.get("step", 0) <= self.step)
+
+
+ALL_ROWS = (1 << 63) - 1
+"""As `last_row`: all of them."""
 
 
 class Lineage(Record):

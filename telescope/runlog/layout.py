@@ -213,6 +213,11 @@ class RunDirectory:
         return self.path / "resume.json"
 
     @property
+    def evals(self) -> Path:
+        """Evals that were played outside the run (runlog/eval_rows.py)."""
+        return self.path / "evals"
+
+    @property
     def wandb(self) -> Path:
         return self.path / "wandb"
 

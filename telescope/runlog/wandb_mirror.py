@@ -12,7 +12,7 @@ import netrc
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 STEP, ATTEMPT = "step", "attempt"
 EVAL, AXIS = "eval/", "/step"
 """Names of an eval's numbers begin so; that of the weights' step ends so."""
+STANDALONE = "standalone"
+"""1 in rows of evals that were played outside the run."""
 QUEUE_STEPS = 1024
 INIT_TIMEOUT_S = 60
 
@@ -188,3 +190,36 @@ def mirror_for(
     if not wanted(settings, os.environ):
         return None
     return WandbMirror(settings, name=name, folder=folder, config=config, share=share)
+
+
+def send_evals(
+    settings: LoggingSettings,
+    share: MirrorShare,
+    *,
+    name: str,
+    folder: Path,
+    metrics: Sequence[tuple[str, int, Mapping[str, float]]],
+) -> str:
+    """Numbers of evals that were played outside their run to its W&B run, which has ended: (eval, step, metrics) each. Gives
+    why they did not come there; empty where they did."""
+    try:
+        import wandb
+
+        folder.mkdir(parents=True, exist_ok=True)
+        run = wandb.init(
+            project=settings.wandb_project,
+            name=settings.wandb_run_name or name,
+            dir=str(folder),
+            id=share.run_id,
+            resume="allow",
+            settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True, console="off", disable_git=True),
+        )
+        for eval_name, step, values in metrics:
+            axis = f"{EVAL}{eval_name}{AXIS}"
+            run.define_metric(axis)
+            run.define_metric(f"{EVAL}{eval_name}/*", step_metric=axis)
+            run.log({**values, axis: float(step), STANDALONE: 1.0})
+        run.finish()
+    except Exception as error:  # noqa: BLE001 the client raises anything; the results are in the run directory
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -25,6 +25,7 @@ from telescope.workers.play import PlayLimits
 from telescope.workers.prompt_lengths import leave_out_too_long
 from telescope.workers.service import WorkerHopeless, WorkerService
 from telescope.workers.shared_prompts import count_shared
+from telescope.workers.text_chat import ChatCompletions
 from telescope.workers.tokenizer import TokenizerError, load_template
 
 log = logging.getLogger(__name__)
@@ -47,16 +48,22 @@ def run_worker(context: ProcessContext, signals: ProcessSignals) -> int:
     """Load, say hello, play, say goodbye."""
     config = context.config
     limits = PlayLimits.from_config(config)
-    folder = model_folder(config.model.name)
-    template = load_template(config.model, folder)
-    model = read_model_facts(config.model, folder, weights=False)
     deadline_s = config.cluster.placement_timeout_s / 2
-    every = load_environments(config)
-    environments = every | {
-        label: leave_out_too_long(every[label], template, limits.of(every[label]).max_prompt_tokens, deadline_s)
-        for label in config.environments
-    }
-    environments = count_shared(environments, config.active_evals, list(config.environments))
+    environments = load_environments(config)
+    template = model = remote = None
+    if config.inference.remote is not None:
+        remote = ChatCompletions(config.inference.remote, limits.timeout_s)
+    else:
+        folder = model_folder(config.model.name)
+        template = load_template(config.model, folder)
+        model = read_model_facts(config.model, folder, weights=False)
+    if config.trains and template is not None:
+        environments |= {
+            label: leave_out_too_long(loaded, template, limits.of(loaded).max_prompt_tokens, deadline_s)
+            for label, loaded in environments.items()
+            if label in config.environments
+        }
+        environments = count_shared(environments, config.active_evals, list(config.environments))
     hello = context.make_hello(
         "worker",
         capacity=config.cluster.rollouts_per_env_worker,
@@ -68,7 +75,7 @@ def run_worker(context: ProcessContext, signals: ProcessSignals) -> int:
         direct = None
         if config.wire.direct:
             direct = DirectClient(link, context.directory, lambda: context.make_hello("worker", capacity=0))
-        service = WorkerService(link, context.name, environments, template, limits, direct)
+        service = WorkerService(link, context.name, environments, template, limits, direct, remote=remote)
         return run_through(_until_stopped(service, signals))
 
 

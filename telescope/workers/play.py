@@ -31,6 +31,7 @@ from telescope.wire.process import Interrupted
 from telescope.workers.loading import LoadedEnvironment, describe
 from telescope.workers.prompt_cache import PromptCache
 from telescope.workers.report import check_reward, make_error, make_result, score_policy_error
+from telescope.workers.text_chat import ChatCompletions, TextChat
 
 Arrays = tuple[np.ndarray, ...]
 Ask = Callable[[RolloutOrder, int, np.ndarray, Sampling], Awaitable[Sampled]]
@@ -78,6 +79,18 @@ class PlayLimits:
         return replace(self, temperature=temperature, max_tokens=max_tokens, max_prompt_tokens=longest, support=support)
 
 
+PlayedChat = TokenChat | TextChat
+
+
+def _open_chat(
+    turns: TurnSampler, prompts: PromptCache, limits: PlayLimits, closed: Callable[[], None], remote: ChatCompletions | None
+) -> PlayedChat:
+    if remote is not None:
+        return TextChat(remote, turns.make_sampling, closed)
+    assert prompts.template is not None, "without a remote server prompts become tokens here"
+    return TokenChat(prompts.template, turns, limits.max_prompt_tokens, closed, max_tokens=limits.max_tokens)
+
+
 class TurnSampler:
     """The `Sampler` of one rollout: same order, next turn, its own seed."""
 
@@ -89,14 +102,17 @@ class TurnSampler:
         """Questions without an answer."""
 
     async def sample(self, ids: np.ndarray, turn: int, max_tokens: int | None) -> Sampled:
+        self.waiting += 1
+        sampled = await self._ask(self._order, turn, ids, self.make_sampling(turn, max_tokens))
+        self.waiting -= 1  # not in a `finally`: where time ran out, it is asked for afterwards
+        return sampled
+
+    def make_sampling(self, turn: int, max_tokens: int | None) -> Sampling:
+        """How turn `turn` is sampled; `max_tokens` as in `sample`."""
         limits = self._limits
         seed, kept = make_turn_seed(self._order.seed, turn), limits.support
         most = limits.max_tokens if max_tokens is None else min(max_tokens, limits.max_tokens)
-        sampling = Sampling(limits.temperature, most, seed, kept.top_k, kept.top_p, kept.min_p, limits.stop)
-        self.waiting += 1
-        sampled = await self._ask(self._order, turn, ids, sampling)
-        self.waiting -= 1  # not in a `finally`: where time ran out, it is asked for afterwards
-        return sampled
+        return Sampling(limits.temperature, most, seed, kept.top_k, kept.top_p, kept.min_p, limits.stop)
 
 
 def make_turn_seed(seed: int, turn: int) -> int:
@@ -111,13 +127,15 @@ async def play(
     limits: PlayLimits,
     ask: Ask,
     generated: Callable[[RolloutOrder], None] = lambda order: None,
+    remote: ChatCompletions | None = None,
 ) -> tuple[RolloutResult | RolloutError, Arrays]:
-    """Play the order within `limits`, or the environment's own; `generated` hears when it asks for no more tokens.
+    """Play the order within `limits`, or the environment's own; `generated` hears when it asks for no more tokens. `remote`: a
+    server of somebody else's, which is asked in text.
 
     Raises nothing but cancellation: every failure becomes a RolloutError."""
     started_ns, limits = time.time_ns(), limits.of(loaded, order.eval)
     turns = TurnSampler(order, limits, ask)
-    chat = TokenChat(prompts.template, turns, limits.max_prompt_tokens, lambda: generated(order), max_tokens=limits.max_tokens)
+    chat = _open_chat(turns, prompts, limits, lambda: generated(order), remote)
     try:
         async with asyncio.timeout(limits.timeout_s) as clock:
             prompt = await prompts.get_prompt(loaded, order.prompt)
@@ -134,7 +152,7 @@ async def play(
         return make_error(order, _find_cause(loaded.place, error, chat), _find_kind(error, chat), loaded.secrets), ()
 
 
-async def _score(environment: Environment, prompt: Prompt, chat: TokenChat) -> Reward:
+async def _score(environment: Environment, prompt: Prompt, chat: PlayedChat) -> Reward:
     """The environment's score, or the one that the policy's own fault earns. A child that its code has forked, and that comes
     back out of it, ends here: it is not the worker, though it has its sockets and its files."""
     worker = os.getpid()
@@ -155,14 +173,14 @@ def _describe_timeout(turns: TurnSampler, limits: PlayLimits) -> str:
     return f"rollout.timeout_s={limits.timeout_s:g} ran out {where}"
 
 
-def _find_cause(place: str, error: BaseException, chat: TokenChat) -> str:
+def _find_cause(place: str, error: BaseException, chat: PlayedChat) -> str:
     if chat.failure is not None:  # the turn's failure comes first, whatever the environment made of it
         return f"{place}: {chat.failure}" if str(chat.failure) else describe(chat.failure)
     told = error.__cause__ if isinstance(error, GraderError) and error.__cause__ is not None else error
     return f"{place}: {describe(told)}"
 
 
-def _find_kind(error: BaseException, chat: TokenChat) -> FailureKind:
+def _find_kind(error: BaseException, chat: PlayedChat) -> FailureKind:
     if chat.failure is None and isinstance(error, PromptTooLong):
         return "prompt"
     return "grader" if chat.failure is None and isinstance(error, GraderError) else "infrastructure"
@@ -171,6 +189,8 @@ def _find_kind(error: BaseException, chat: TokenChat) -> FailureKind:
 def _join_branches(recording: Recording) -> Arrays:
     """ids, mask, logprobs, versions, and routing where it was recorded: all branches one after another."""
     branches = recording.branches
+    if not branches:
+        return tuple(np.empty(0, kind) for kind in (np.int32, np.uint8, np.float32, np.int32))
     if len(branches) == 1:
         only = branches[0]
         return only.arrays

@@ -26,7 +26,8 @@ THREADS_ON_DEMAND = 4
 class PromptCache:
     """Used from one event loop."""
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate | None) -> None:
+        """`template`: None where prompts become no tokens here."""
         self.template = template
         self._made: OrderedDict[PromptRef, Future[Made]] = OrderedDict()
         self._in_line: set[PromptRef] = set()  # made ahead, as far as nobody has asked for them
@@ -53,7 +54,7 @@ class PromptCache:
         except (Exception, CancelledError):
             self._made.pop(reference, None)
             raise
-        if rendered is not None:
+        if rendered is not None and self.template is not None:
             self.template.remember(prompt.turns, rendered)
         return prompt
 
@@ -80,6 +81,8 @@ class PromptCache:
             prompt = loaded.prompts[reference.split][reference.index]
         except StopIteration as error:  # no future of the event loop can carry it
             raise RuntimeError(f"it raised StopIteration {error}".rstrip()) from error
+        if self.template is None:
+            return prompt, None
         try:
             return prompt, self.template.render(prompt.turns)
         except Exception:  # noqa: BLE001 a thread's edge: the rollout meets the same error, and tells it with its cause

@@ -44,6 +44,7 @@ from telescope.workers.play import PlayLimits, play
 from telescope.workers.prompt_cache import PromptCache
 from telescope.workers.report import make_error
 from telescope.workers.reward_threads import RewardThreads
+from telescope.workers.text_chat import ChatCompletions
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +96,14 @@ class WorkerService:
         link: WorkerLink,
         name: str,
         environments: Mapping[str, LoadedEnvironment],
-        template: ChatTemplate,
+        template: ChatTemplate | None,
         limits: PlayLimits,
         direct: DirectClient | None = None,
         threads: int = REWARD_THREADS,
+        remote: ChatCompletions | None = None,
     ) -> None:
+        """`template`: None with `remote`, which is asked in text."""
+        self._remote = remote
         self._link = link
         self._direct = direct
         self._name = name
@@ -136,6 +140,8 @@ class WorkerService:
             await self._cancel_all({receiving, watching, *(rollout.task for rollout in self._rollouts.values())})
             if self._direct is not None:
                 await self._direct.close()
+            if self._remote is not None:
+                await self._remote.close()
             await self._tear_down()
 
     async def _cancel_all(self, tasks: set[asyncio.Future[Any]]) -> None:
@@ -212,7 +218,9 @@ class WorkerService:
             if loaded is None:
                 body = make_error(order, f"this worker has no environment {order.prompt.environment!r}")
             else:
-                body, arrays = await play(order, loaded, self._prompts, self._limits, self._generate, self._end_generation)
+                body, arrays = await play(
+                    order, loaded, self._prompts, self._limits, self._generate, self._end_generation, self._remote
+                )
         except asyncio.CancelledError:
             reason = self._rollouts[order.rollout_id, order.attempt].cancelled
             if reason is None and self._leaving:  # the link's Goodbye answers for all

@@ -154,6 +154,35 @@ def test_offline_leaves_a_file_to_sync(tmp_path: Path):
     assert file.stat().st_size > 500
 
 
+STANDALONE = """
+import sys, pathlib
+from telescope.config.sections import LoggingSettings
+from telescope.runlog.wandb_mirror import MirrorShare, send_evals
+metrics = [("own", 20, {"eval/own/reward": 0.5}), ("own", 40, {"eval/own/reward": 0.75})]
+folder = pathlib.Path(sys.argv[1])
+print(send_evals(LoggingSettings(), MirrorShare("run1"), name="a-run", folder=folder, metrics=metrics) or "sent", flush=True)
+"""
+
+
+def test_evals_of_later_go_to_the_runs_own_curve_at_their_steps(tmp_path: Path):
+    server = FakeWandb()
+    known = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
+    run_mirror(tmp_path, 60, **known, RUN="run1")
+    clean = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", STANDALONE, str(tmp_path)]
+    said = subprocess.run(command, env=clean | known, capture_output=True, text=True, timeout=100, check=True).stdout
+    server.shutdown()
+    assert said.splitlines()[-1] == "sent"
+    assert list(server.of_run) == ["run1"]
+    *trained, first, second = server.of_run["run1"]
+    assert [row["_step"] for row in trained] == [1, 2, 3, 4, 5]
+    assert [(row["eval/own/step"], row["eval/own/reward"], row["standalone"]) for row in (first, second)] == [
+        (20, 0.5, 1),
+        (40, 0.75, 1),
+    ]
+    assert first["_step"] > 5
+
+
 def test_an_outage_costs_the_run_no_more_than_the_closing_deadline(tmp_path: Path):
     server = FakeWandb()
     server.failing = True

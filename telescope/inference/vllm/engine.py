@@ -67,7 +67,7 @@ class VllmEngine:
         self._plan = plan
         self._sync = weight_sync
         self._requests: dict[str, _EngineRequest] = {}
-        self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
+        self._state = WeightState(version=plan.version, prepared=None, checksum="", pause_s=0.0)
         self._staged: WeightManifest | None = None
         self._arriving: int | None = None
         self._called_off = False
@@ -116,7 +116,9 @@ class VllmEngine:
         self._children.watch_new()
         self._vocabulary = config.model_config.get_vocab_size()
         self._max_model_len = config.model_config.max_model_len
-        self._versions = TokenVersions(self._llm.engine_core, self._spans_of, salted=self._sync.reset_prefix_cache)
+        self._versions = TokenVersions(
+            self._llm.engine_core, self._spans_of, salted=self._sync.reset_prefix_cache, version=self._plan.version
+        )
         await self._open()
         await self._warm_up()
 

@@ -46,6 +46,8 @@ class ServerPlan:
     """By which versions come, as the run's plan has it; None: not known."""
     plugin_path: tuple[str, ...] = ()
     """Where a transport of the user's own lies."""
+    version: int = 0
+    """Of the weights in `folder`."""
 
 
 def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]:

@@ -37,9 +37,10 @@ class VersionSpans:
 class TokenVersions:
     """Stands between vLLM's client and its socket. One event loop."""
 
-    def __init__(self, client: Any, ours: Callable[[str, str], VersionSpans | None], salted: bool) -> None:
-        """`ours(external id, internal id)`: where to write a request's versions down; None for one that came over HTTP."""
-        self.current = 0
+    def __init__(self, client: Any, ours: Callable[[str, str], VersionSpans | None], salted: bool, version: int = 0) -> None:
+        """`ours(external id, internal id)`: where to write a request's versions down; None for one that came over HTTP.
+        `version`: served at first."""
+        self.current = version
         """The version that requests sent from now on are sampled by."""
         self._ours = ours
         self._salted = salted

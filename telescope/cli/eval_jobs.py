@@ -1,0 +1,306 @@
+"""What `telescope eval` plays: one job a target and step, each with the configuration and the folder of the run that plays it.
+
+Of a run directory the weights of a checkpoint are exported to a folder, served, and removed when all is played. Owns where
+results lie, and when two commands mean the same. Refuses to start anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from telescope.cli.resume import WrongOverride, put_setting, read_changes
+from telescope.config.evals import EvalEntry, digest_sampling
+from telescope.config.run import RunConfig, as_json
+from telescope.config.validate import validate
+from telescope.config.words import ConfigError
+from telescope.runlog import checkpoints, opening
+from telescope.runlog.eval_rows import read_ended, standalone_folder
+from telescope.runlog.files import DamagedFile
+from telescope.runlog.layout import RunDirectory, write_atomically
+from telescope.runlog.reader import rows
+
+STEPS = re.compile(r"\d+(,\d+)*")
+EVALS = re.compile(r"\+{0,2}evals\.([A-Za-z0-9_-]+)(\.(\w+(?:\.\w+)*))?=.*", re.DOTALL)
+Tell = Callable[[str], None]
+
+
+class EvalRefused(ValueError):
+    """The text says why it can't be played, and what to do."""
+
+
+@dataclass(frozen=True)
+class EvalJob:
+    """One model, and the evals of `config` on it. `folder`: of the run that plays them. `weights`: where a checkpoint
+    of the run `source` is exported to; None: the model is there."""
+
+    target: str
+    label: str
+    config: RunConfig
+    folder: Path
+    arguments: tuple[str, ...]
+    source: RunDirectory | None = None
+    weights: Path | None = field(default=None)
+
+    @property
+    def is_played(self) -> bool:
+        """Whether each eval has its row."""
+        run = RunDirectory(self.folder)
+        if not opening.is_run(self.folder):
+            return False
+        try:
+            return {(one.name, self.config.number_of_steps) for one in self.config.active_evals} <= read_ended(run)
+        except DamagedFile as error:
+            raise EvalRefused(f"{error}: remove {self.folder} to play it anew") from error
+
+    def prepare(self, say: Tell) -> RunConfig:
+        """Have the weights there, and give the configuration of this attempt. Raises `EvalRefused`."""
+        if self.weights is not None and self.source is not None and not self.weights.exists():
+            _export(self.source, self.config.number_of_steps, self.weights, say)
+        begun = opening.is_run(self.folder)
+        resumed = self.config.checkpoint.model_copy(update={"resume": begun})
+        return self.config.model_copy(update={"checkpoint": resumed})
+
+    def finish(self, say: Tell) -> None:
+        """All is played: the exported weights go, and the numbers to the run's W&B run, unless they are there."""
+        if self.weights is not None:
+            shutil.rmtree(self.weights, ignore_errors=True)
+        if self.source is not None:
+            _send_to_wandb(self.source, self.folder, say)
+
+
+def list_jobs(target: str, asked: argparse.Namespace, overrides: Sequence[str]) -> Iterator[EvalJob]:
+    """Raises `EvalRefused`, `WrongOverride` and `UsageError`."""
+    path = Path(target)
+    if target.startswith(("http://", "https://")):
+        yield _make_url_job(target, asked, overrides)
+    elif opening.is_run(path):
+        yield from _list_run_jobs(target, RunDirectory(path.absolute()), asked, overrides)
+    else:
+        yield _make_model_job(target, asked, overrides)
+
+
+# ---- a run
+
+
+def _list_run_jobs(target: str, run: RunDirectory, asked: argparse.Namespace, overrides: Sequence[str]) -> Iterator[EvalJob]:
+    try:
+        trained = opening.read(run)
+    except (opening.NotARun, DamagedFile) as error:
+        raise EvalRefused(str(error)) from error
+    if not trained.trains:
+        raise EvalRefused(
+            f"{target} was made by this command, and has no checkpoints: name the run, the model or the URL itself"
+        )
+    if asked.to is not None:
+        raise EvalRefused(f"--to is for models and URLs: results of a run lie in the run, {run.evals}")
+    for step in _choose_steps(run, trained, asked.steps):
+        config = _judge(_make_settings(trained, overrides, step))
+        digest = digest_evals(config)
+        folder = standalone_folder(run, digest, step)
+        weights = folder.with_name(f"{folder.name}.model") if step else None
+        model = trained.model.name if weights is None else str(weights)
+        config = config.model_copy(update={"run_dir": str(folder), "model": config.model.model_copy(update={"name": model})})
+        arguments = (target, "--steps", str(step), *overrides)
+        yield EvalJob(target, f"{target} step {step}", config, folder, arguments, run, weights)
+
+
+def _choose_steps(run: RunDirectory, config: RunConfig, given: str) -> list[int]:
+    there = checkpoints.steps(checkpoints.root(run, config.checkpoint.dir))
+    if given == "all":
+        return [0, *there]
+    if given == "last":
+        if not there:
+            raise EvalRefused(f"{run.path} has no checkpoint (checkpoint.every): --steps 0 evaluates its initial model")
+        return [there[-1]]
+    if not STEPS.fullmatch(given):
+        raise WrongOverride(f"--steps {given}: give numbers with commas between, `last` or `all`")
+    wanted = list(dict.fromkeys(int(step) for step in given.split(",")))
+    if missing := [step for step in wanted if step and step not in there]:
+        has = ", ".join(map(str, there)) or "none"
+        raise EvalRefused(f"{run.path} has no checkpoint of step {missing[0]}; there are {has}, and 0 is its initial model")
+    return wanted
+
+
+def _make_settings(trained: RunConfig, overrides: Sequence[str], step: int) -> dict[str, Any]:
+    """Those of the run, for one without trainers. Raises `WrongOverride`."""
+    settings = as_json(trained)
+    cluster = {**settings["cluster"], "trainer_num_workers": 0, "slurm": None}
+    sync = {**settings["weight_sync"], "transport": "auto", "transport_kwargs": {}}
+    logging = {**settings["logging"], "use_wandb": False}  # its numbers go to the run's own
+    inference = {**settings["inference"], "http": False, "sleep_while_training": "off"}
+    entries = {one.name: settings["evals"].get(one.name, {"environment": one.label}) for one in trained.active_evals}
+    settings |= {
+        "name": f"{trained.name}-eval"[:100],
+        "number_of_steps": step,
+        "model": {**settings["model"], "lora": None},  # the checkpoint's are merged when it is exported
+        "cluster": cluster,
+        "weight_sync": sync,
+        "logging": logging,
+        "inference": inference,
+        "checkpoint": {},
+        "evals": entries or {label: {} for label in trained.environments},
+    }
+    settings["eval"] = {**settings["eval"], "every": None}
+    return _change(settings, overrides)
+
+
+def _change(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`evals.<name>=…` names the evals that are played, and no others are; what else is given changes a setting."""
+    named, before = dict[str, Any](), settings["evals"]
+    for override in overrides:
+        found = EVALS.fullmatch(override)
+        place, value = read_changes([override.lstrip("+")])[0]
+        if found is None:
+            if place == "evals":
+                raise WrongOverride(f"{override}: name an eval, e.g. evals.math500={{}}")
+            put_setting(settings, place, value)
+            continue
+        name, inner = found[1], found[3]
+        entry = named.setdefault(name, dict(before.get(name, {})))
+        if inner is None:
+            if not isinstance(value, dict):
+                raise WrongOverride(
+                    f"{override}: an eval has settings, e.g. evals.{name}={{num_samples:4}}, or evals.{name}={{}}"
+                )
+            entry |= value
+        elif inner.startswith("kwargs."):
+            entry["kwargs"] = {**entry.get("kwargs", {}), inner.removeprefix("kwargs."): value}
+        elif inner in EvalEntry.model_fields:
+            entry[inner] = value
+        else:
+            raise WrongOverride(f"{override}: an eval has no setting {inner}; docs/evals.md has all")
+    if named:
+        settings["evals"] = named
+    return settings
+
+
+def _judge(settings: Mapping[str, Any]) -> RunConfig:
+    config, problems = validate(settings)
+    if config is None:
+        raise EvalRefused(str(ConfigError(problems)))
+    return config
+
+
+def _export(run: RunDirectory, step: int, to: Path, say: Tell) -> None:
+    from telescope.backends.base import CheckpointUnfit
+    from telescope.cli.export import ExportRefused, Wanted, export_all
+    from telescope.config.models import ModelNotFound
+
+    merge = opening.read(run).model.lora is not None
+    try:
+        for line in export_all(run, step, to, Wanted(merge=merge)):
+            say(line)
+    except (ExportRefused, CheckpointUnfit, checkpoints.CheckpointUnreadable, ModelNotFound, ValueError) as error:
+        raise EvalRefused(str(error)) from error
+    except OSError as error:
+        raise EvalRefused(f"{error.filename or to}: {error.strerror or error}") from error
+
+
+def _send_to_wandb(run: RunDirectory, folder: Path, say: Tell) -> None:
+    """Once, and not while the run itself writes there: W&B takes one writer at a time."""
+    from telescope.orchestrator.eval_scores import name_metrics
+    from telescope.runlog.attempts import read_lineage
+    from telescope.runlog.holder import find_state
+    from telescope.runlog.identity import read_identity
+    from telescope.runlog.wandb_mirror import send_evals, share_of, wanted
+
+    trained, sent = opening.read(run), folder.with_name(f"{folder.name}.wandb")
+    if sent.exists() or not wanted(trained.logging, os.environ):
+        return
+    seen = opening.look(run)
+    if not seen.has_ended and seen.holder is not None and find_state(seen.holder) != "gone":
+        say("The run goes on and writes to W&B itself: give the command again when it has ended, and the numbers go there too.")
+        return
+    complete = [row for row in rows(RunDirectory(folder), "evals") if row["state"] == "complete"]
+    metrics = [(row["eval"], row["step"], name_metrics(row)) for row in complete]
+    share = share_of(run, read_lineage(run), read_identity(run).run_id)
+    if failure := send_evals(trained.logging, share, name=trained.name, folder=folder.parent / "wandb", metrics=metrics):
+        say(f"The numbers did not reach W&B ({failure}): give the command again to try again.")
+    else:
+        write_atomically(sent, "", mode=0o600)
+
+
+# ---- a model
+
+
+def _make_model_job(target: str, asked: argparse.Namespace, overrides: Sequence[str]) -> EvalJob:
+    from telescope.compose.load import places_for
+
+    places = places_for(asked.config_dir)
+    if any(override.startswith(("model=", "model.name=")) for override in overrides):
+        raise WrongOverride(f"{target} is the model: leave model= and model.name= out")
+    if "/" in target and not Path(target).exists() and target.count("/") > 1:
+        raise EvalRefused(f"{target} is not there: name a run directory, a model or a URL")
+    preset = target in places.options("model")
+    name = target if preset or not Path(target).is_dir() else str(Path(target).absolute())
+    chosen = [f"model={name}"] if preset else ["model=any", f'model.name="{name}"']
+    config = _compose([*chosen, *overrides], asked)
+    return _place_job(target, config, asked, Path(target).name, overrides)
+
+
+def _compose(overrides: Sequence[str], asked: argparse.Namespace) -> RunConfig:
+    """A configuration of evals alone. Raises `EvalRefused` and `UsageError`."""
+    from telescope.compose.load import load_points, places_for
+
+    named = [f"+{one.lstrip('+')}" if EVALS.fullmatch(one) else one for one in overrides]
+    if not any(EVALS.fullmatch(one) for one in overrides) and not any(one.startswith("experiment=") for one in overrides):
+        raise WrongOverride("name what is to be played, e.g. evals.math500={}")
+    fixed = ["number_of_steps=0", "cluster.trainer_num_workers=0", "checkpoint.every=0", "inference.http=false"]
+    (point,) = load_points([*fixed, *named], places_for(asked.config_dir), os.environ)
+    if point.config is None:
+        raise EvalRefused(str(ConfigError(point.problems)))
+    if not point.config.evals:
+        raise WrongOverride("name what is to be played, e.g. evals.math500={}")
+    return point.config
+
+
+def _place_job(
+    target: str, config: RunConfig, asked: argparse.Namespace, stem: str, overrides: Sequence[str], model: str = ""
+) -> EvalJob:
+    stem = re.sub(r"[^A-Za-z0-9._+-]", "-", stem)[:60]
+    digest = digest_evals(config, model or config.model.name)
+    folder = asked.to.absolute() if asked.to is not None else Path("runs", "evals", f"{stem}-{digest}").absolute()
+    config = config.model_copy(update={"run_dir": str(folder), "name": config.name or f"{stem}-eval"})
+    return EvalJob(target, target, config, folder, (target, *overrides))
+
+
+def digest_evals(config: RunConfig, model: str = "") -> str:
+    """10 hexadecimal digits over what is played and how it is sampled, not over where: two commands of one digest mean the
+    same."""
+    rollout, length, template = config.rollout, config.inference.max_model_len, config.model
+    played = {
+        one.name: [
+            config.played[one.label].name,
+            config.played[one.label].kwargs,
+            *(one.num_samples, one.num_prompts, sorted(one.pass_at_k), one.pass_above),
+            digest_sampling(one, config.played[one.label], rollout, length),
+        ]
+        for one in config.active_evals
+    }
+    used = [played, config.seed, template.chat_template, template.enable_thinking, model, config.inference.dtype]
+    return hashlib.blake2b(json.dumps(used, sort_keys=True).encode(), digest_size=5).hexdigest()
+
+
+# ---- a URL
+
+
+def _make_url_job(target: str, asked: argparse.Namespace, overrides: Sequence[str]) -> EvalJob:
+    if asked.model is None:
+        raise WrongOverride(f"{target} serves models: --model NAME says which one is asked for")
+    remote = ["inference.engine=remote", f'+inference.remote={{url:"{target}",model:"{asked.model}"}}']
+    if os.environ.get(asked.key_env):
+        remote.append(f"+inference.remote.api_key=${{oc.env:{asked.key_env}}}")
+    fixed = ["model=tiny", "cluster.device=cpu", "cluster.inference_num_workers=1"]
+    fixed += ["rollout.group_size=1", "rollout.retry_backoff_s=1"]
+    config = _compose([*fixed, *remote, *overrides], asked)
+    stem = f"{target.partition('://')[2].partition('/')[0]}-{asked.model}"
+    return _place_job(target, config, asked, stem, overrides, f"{target} {asked.model}")

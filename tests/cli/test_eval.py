@@ -1,0 +1,304 @@
+"""`telescope eval`: what a command line means, where results lie, and how two of them compare. tests/run has whole runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telescope.cli import eval as command
+from telescope.cli.completion import candidates
+from telescope.cli.eval_compare import PromptScore, compare, pair_prompts
+from telescope.cli.eval_jobs import EvalJob, EvalRefused, digest_evals, list_jobs
+from telescope.cli.resume import WrongOverride
+from telescope.config.run import RunConfig, dump_run, load_run
+from telescope.config.validate import validate
+from telescope.runlog.eval_rows import find_standalone, read_ended, read_eval_rows, standalone_folder
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.writer import RunLog
+
+FAKE: dict[str, Any] = {
+    "algorithm": {"name": "grpo"},
+    "backend": {"name": "fsdp"},
+    "environments": {"countdown": {"name": "countdown"}},
+    "inference": {"engine": "fake"},
+    "trainer": {"seq_len": 8192},
+    "checkpoint": {"every": 2},
+    "number_of_steps": 4,
+}
+
+
+def asked(**given: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"steps": "last", "to": None, "model": None, "key_env": "NO_KEY", "config_dir": None, **given})
+
+
+def config(**changes: Any) -> RunConfig:
+    found, problems = validate({**FAKE, **changes})
+    assert found is not None, problems
+    return found
+
+
+def make_run(path: Path, made: RunConfig, steps: Sequence[int] = ()) -> RunDirectory:
+    run = RunDirectory.create(path)
+    run.config_json.write_text(dump_run(made))
+    run.run_json.write_text("{}")
+    for step in steps:
+        folder = run.checkpoints / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "complete.json").write_text("{}")
+    return run
+
+
+def jobs_of(run: RunDirectory, *overrides: str, **given: Any) -> list[EvalJob]:
+    return list(list_jobs(str(run.path), asked(**given), overrides))
+
+
+# ---- what a command line means
+
+
+def test_of_a_run_each_step_has_a_folder_in_it_and_its_own_exported_weights(tmp_path: Path):
+    run = make_run(tmp_path / "run", config(evals={"math": {"environment": "countdown"}}), [2, 4])
+    first, *others = jobs_of(run, steps="all")
+    assert [job.config.number_of_steps for job in (first, *others)] == [0, 2, 4]
+    assert (first.weights, first.config.model.name) == (None, "tiny")
+    for job in others:
+        assert job.weights == job.folder.with_name(f"{job.folder.name}.model")
+        assert job.config.model.name == str(job.weights)
+    digests = {job.folder.parent.name for job in (first, *others)}
+    assert len(digests) == 1
+    assert first.folder == standalone_folder(run, digests.pop(), 0)
+    assert not first.config.trains
+    assert not first.config.checkpoint.on
+    assert [one.name for one in first.config.active_evals] == ["math"]
+
+
+def test_the_last_checkpoint_is_the_default_and_steps_are_named_in_any_order(tmp_path: Path):
+    run = make_run(tmp_path / "run", config(), [2, 4])
+    assert [job.config.number_of_steps for job in jobs_of(run)] == [4]
+    assert [job.config.number_of_steps for job in jobs_of(run, steps="4,0,4")] == [4, 0]
+    with pytest.raises(EvalRefused, match="no checkpoint of step 3; there are 2, 4"):
+        jobs_of(run, steps="3")
+    with pytest.raises(WrongOverride, match="give numbers with commas between"):
+        jobs_of(run, steps="two")
+    with pytest.raises(EvalRefused, match=r"has no checkpoint .*--steps 0"):
+        jobs_of(make_run(tmp_path / "young", config()))
+
+
+def test_adapters_are_merged_so_that_the_servers_have_none(tmp_path: Path):
+    run = make_run(tmp_path / "run", config(model={"name": "tiny", "dtype": "bfloat16", "lora": {"rank": 4}}), [2])
+    for job in jobs_of(run, steps="0,2"):
+        assert (job.config.model.lora, job.config.model.dtype) == (None, "bfloat16")
+
+
+def test_without_evals_of_its_own_a_run_is_evaluated_on_what_it_trains_on(tmp_path: Path):
+    (job,) = jobs_of(make_run(tmp_path / "run", config()), steps="0")
+    assert [(one.name, one.label) for one in job.config.active_evals] == [("countdown", "countdown")]
+    assert list(job.config.played) == ["countdown"]
+
+
+def test_evals_that_the_command_line_names_are_all_that_are_played(tmp_path: Path):
+    run = make_run(tmp_path / "run", config(evals={"quick": {"environment": "countdown", "num_prompts": 9}}))
+    overrides = ("evals.quick.num_samples=4", "+evals.letters={environment:reverse_letters,kwargs:{num_eval:3}}")
+    (job,) = jobs_of(run, *overrides, "evals.letters.temperature=0.5", "eval.pass_above=0.25", steps="0")
+    quick, letters = job.config.active_evals
+    assert (quick.name, quick.num_prompts, quick.num_samples, quick.pass_above) == ("quick", 9, 4, 0.25)
+    assert (letters.name, letters.temperature, letters.num_samples) == ("letters", 0.5, 1)
+    assert job.config.played["letters"].kwargs["num_eval"] == 3
+    (alone,) = jobs_of(run, "evals.letters={environment:reverse_letters}", steps="0")
+    assert [one.name for one in alone.config.active_evals] == ["letters"]
+    assert alone.folder.parent != job.folder.parent
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("evals.quick=4", "an eval has settings"),
+        ("evals.quick.number=4", "an eval has no setting number"),
+        ("rollout.max_tokenz=4", "not a setting of this run"),
+        ("evals={}", "name an eval"),
+    ],
+)
+def test_overrides_that_mean_nothing_are_refused(tmp_path: Path, override: str, sentence: str):
+    with pytest.raises(WrongOverride, match=sentence):
+        jobs_of(make_run(tmp_path / "run", config()), override, steps="0")
+
+
+def test_two_commands_are_one_where_they_play_the_same(tmp_path: Path):
+    plain = config(evals={"countdown": {}})
+    same = config(evals={"countdown": {}}, cluster={"inference_num_workers": 4}, name="other")
+    assert digest_evals(plain) == digest_evals(same)
+    for changes in ({"num_samples": 2}, {"temperature": 0.5}, {"num_prompts": 3}, {"pass_above": 0.1}):
+        assert digest_evals(config(evals={"countdown": changes})) != digest_evals(plain)
+    assert digest_evals(plain, "a") != digest_evals(plain, "b")
+
+
+def test_a_model_needs_an_eval_and_a_url_a_model(tmp_path: Path):
+    with pytest.raises(WrongOverride, match="name what is to be played"):
+        list(list_jobs("tiny", asked(), ()))
+    with pytest.raises(WrongOverride, match="--model NAME"):
+        list(list_jobs("http://127.0.0.1:1/v1", asked(), ("evals.countdown={}",)))
+    (job,) = list_jobs("tiny", asked(to=tmp_path / "out"), ("evals.letters={environment:reverse_letters}",))
+    assert (job.folder, job.config.number_of_steps, list(job.config.played)) == (tmp_path / "out", 0, ["letters"])
+    (job,) = list_jobs("http://127.0.0.1:1/v1", asked(model="some/model"), ("evals.countdown={}",))
+    assert job.config.servers == 0
+    assert job.config.inference.remote is not None
+    assert (job.config.inference.remote.model, job.config.inference.remote.api_key) == ("some/model", None)
+    assert job.folder.name.startswith("127.0.0.1-1-some-model-")
+
+
+def test_its_key_is_a_reference(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("A_KEY", "k-9f8e7d6c5b")
+    (job,) = list_jobs("http://h/v1", asked(model="m", key_env="A_KEY"), ("evals.countdown={}",))
+    assert job.config.inference.remote is not None
+    assert job.config.inference.remote.api_key == "${oc.env:A_KEY}"
+    assert "k-9f8e7d6c5b" not in dump_run(job.config)
+
+
+def test_it_says_how_it_is_used(capsys: pytest.CaptureFixture[str]):
+    assert command.main([]) == 2
+    assert "name what is to be evaluated" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        command.main(["--help"])
+    assert left.value.code == 0
+    assert "telescope eval compare" in capsys.readouterr().out
+    assert candidates("telescope eval c") == ["compare"]
+    assert "eval.num_samples=" in candidates("telescope eval runs/x eval.num_s")
+
+
+def test_combinations_without_a_trainer_are_judged():
+    for changes, sentence in (
+        ({"number_of_steps": 0}, "number_of_steps=0 trains nothing"),
+        ({"cluster": {"trainer_num_workers": 0}, "checkpoint": {}}, "there are no evals to play"),
+        ({"cluster": {"trainer_num_workers": 0}, "evals": {"countdown": {}}}, "checkpoint.every=2 saves what trainer ranks"),
+        ({"inference": {"engine": "remote", "remote": {"url": "http://h/v1", "model": "m"}}}, "nothing can be trained on it"),
+        ({"inference": {"engine": "remote"}}, "go together"),
+    ):
+        found, problems = validate({**FAKE, **changes})
+        assert found is None
+        assert any(sentence in problem.sentence for problem in problems), problems
+
+
+# ---- rows
+
+
+def write_result(run: RunDirectory, name: str, step: int, rewards: Sequence[Sequence[float | None]], texts: str = "p") -> None:
+    """A complete eval with a row a sample; None: given up."""
+    log = RunLog(run, f"orchestrator-{name}")
+    for index, of_prompt in enumerate(rewards):
+        for sample, reward in enumerate(of_prompt):
+            row = {
+                "eval": name,
+                "step": step,
+                "index": index,
+                "sample": sample,
+                "rollout_id": index * 10 + sample,
+                "attempt": 0,
+            }
+            more = {"status": "error"} if reward is None else {"status": "scored", "reward": reward}
+            log.append("eval_samples", {**row, **more, "prompt": f"{texts}{index}", "golden_answers": [str(index)]})
+    known = {"prompts": len(rewards), "samples": len(rewards[0]), "pass_above": 0.5, "scored": 1, "failed": 0}
+    log.append("evals", {"eval": name, "step": step, "state": "complete", **known})
+    log.close()
+
+
+def test_rows_of_standalone_evals_stand_behind_the_runs_own_with_their_digest(tmp_path: Path):
+    run = make_run(tmp_path / "run", config())
+    write_result(run, "countdown", 4, [[1.0]])
+    alone = make_run(standalone_folder(run, "abc", 2), config())
+    write_result(alone, "countdown", 2, [[0.5]])
+    assert [(one.digest, one.step) for one in find_standalone(run)] == [("abc", 2)]
+    rows = read_eval_rows(run, "evals")
+    assert [(row["step"], row.get("standalone")) for row in rows] == [(4, None), (2, "abc")]
+    assert read_ended(run) == {("countdown", 4)}
+
+
+def test_a_job_is_played_when_each_of_its_evals_is_over(tmp_path: Path):
+    run = make_run(tmp_path / "run", config(evals={"countdown": {}, "letters": {"environment": "reverse_letters"}}), [2])
+    (job,) = jobs_of(run)
+    assert not job.is_played
+    alone = make_run(job.folder, job.config)
+    assert not job.is_played
+    write_result(alone, "countdown", 2, [[1.0]])
+    assert not job.is_played
+    write_result(alone, "letters", 2, [[1.0]])
+    assert job.is_played
+    assert load_run(alone.config_json).number_of_steps == 2
+
+
+# ---- two results
+
+
+def two_results(tmp_path: Path, first: Any, second: Any, **changes: Any) -> tuple[str, str]:
+    run = make_run(tmp_path / "run", config(evals={"countdown": {"num_samples": len(first[0])}}))
+    write_result(run, "countdown", 2, first)
+    other = make_run(tmp_path / "other", config(evals={"countdown": {"num_samples": len(second[0]), **changes}}))
+    write_result(other, "countdown", 4, second)
+    return str(run.path), str(other.path)
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert compare([*arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_one_answer_a_prompt_is_compared_by_mcnemar(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = two_results(tmp_path, [[1.0], [0.0], [0.0], [0.0], [0.0]], [[1.0], [1.0], [1.0], [1.0], [None]])
+    found = compared(capsys, first, second)
+    assert (found["prompts"], found["passed_by_first_alone"], found["passed_by_second_alone"]) == (5, 0, 3)
+    assert found["pass_p"] == 0.25
+    assert found["difference_mean"] == pytest.approx(0.6)
+    assert [one["index"] for one in found["changed"]] == [1, 2, 3]
+    assert compare([first, f"{second}@4", "--eval", "countdown", "--changed", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "3 prompts changed" in said
+    assert said.count("→") == 1
+
+
+def test_several_answers_are_compared_by_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = compared(
+        capsys, *two_results(tmp_path, [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], [[1.0, 1.0], [0.0, 0.0], [1.0, None]])
+    )
+    assert (found["reward_first"], found["reward_second"]) == (0.5, 0.5)
+    assert (found["difference_mean"], found["pass_test"]) == (0.0, "paired t")
+    assert found["difference_p"] == pytest.approx(1.0)
+
+
+def test_prompts_that_one_alone_has_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = two_results(tmp_path, [[1.0], [0.0], [1.0]], [[1.0], [1.0]])
+    assert compare([first, second]) == 0
+    assert "2 of 3 prompts are in both" in capsys.readouterr().out
+
+
+def test_another_sampling_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = two_results(tmp_path, [[1.0], [0.0]], [[1.0], [1.0]], temperature=0.5)
+    assert compare([first, second]) == 1
+    assert "temperature 1.0 and 0.5" in capsys.readouterr().err
+    assert compare([first, second, "--other-sampling"]) == 0
+    assert "sampled differently: temperature 1.0 and 0.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["nowhere", "run@3", "run --eval maths"])
+def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str):
+    first, _ = two_results(tmp_path, [[1.0]], [[1.0]])
+    name, *more = where.split()
+    assert compare([first, str(tmp_path / name), *more]) == 1
+    assert "telescope eval compare: " in capsys.readouterr().err
+
+
+def score(index: int, text: str, answer: str) -> PromptScore:
+    return PromptScore(index, text, (answer,), (1.0,), 1)
+
+
+def test_under_another_template_prompts_are_paired_by_place_and_answer():
+    first = [score(0, "<u>a", "1"), score(1, "<u>b", "2"), score(2, "<u>c", "3")]
+    second = [score(0, "user: a", "1"), score(1, "user: b", "2"), score(2, "user: d", "4")]
+    pairs, by = pair_prompts(first, second)
+    assert ([(one.index, two.index) for one, two in pairs], by) == ([(0, 0), (1, 1)], "place and answer")
+    moved = [score(5, "<u>b", "2"), score(6, "<u>a", "1")]
+    pairs, by = pair_prompts(first, moved)
+    assert ([(one.index, two.index) for one, two in pairs], by) == ([(0, 6), (1, 5)], "text")
