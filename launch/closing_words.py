@@ -6,7 +6,7 @@ Owns the choice: how the reward went comes first, what did not happen is left ou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from telescope._launch.progress import format_duration
 
@@ -112,5 +112,5 @@ def _number(value: Any) -> str:
     return f"{value:.3f}" if _is_number(value) else "–"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -226,6 +226,7 @@ class TextChat(TextDialogue):
             raise ChatError("the environment returned a reward without asking the policy anything")
         return Recording(
             branches=(),
+            branch_turns=(),
             prompt_tokens=record.prompt_tokens,
             completion_tokens=record.completion_tokens,
             turns=record.answers,
