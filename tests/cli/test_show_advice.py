@@ -187,7 +187,7 @@ CASES: dict[str, tuple[RunFigures, RunFigures, str, str]] = {
         "cluster.env_num_workers=4",
     ),
     "nobody works": (
-        figures(time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5)),
+        figures(time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5, requests_at_once=200.0)),
         figures(time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5, steps=2)),
         "servers have no request 50% of it",
         "orchestrator.max_concurrent_prompts_per_server=64",
@@ -295,6 +295,16 @@ def test_noise_alone_is_seldom_taken_for_a_rise_and_seldom_for_a_fall(count: int
     known = [one for one in curves if one is not None]
     assert sum(map(is_higher, known)) <= higher_at_most
     assert sum(map(has_fallen, known)) <= fallen_at_most
+
+
+def test_where_slots_are_free_more_of_them_would_not_help():
+    advice = find(advise(figures(time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5))), "nobody works")
+    assert advice is not None
+    assert advice.command.endswith(" orchestrator.max_async_rollout=8")
+    synchronous = figures(
+        time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5), settings=settings(max_async_rollout=0)
+    )
+    assert find(advise(synchronous), "nobody works").command.endswith(" orchestrator.max_async_rollout=1")
 
 
 def test_a_run_that_was_lost_goes_on_from_its_checkpoint():

@@ -300,13 +300,7 @@ def find_waiting(figures: RunFigures) -> Advice | None:
             command=_start_over(figures, "cluster.env_num_workers=4"),
         )
     if time.trainer_waits >= LONG_WAIT and time.servers_idle >= LONG_IDLE:
-        lanes = figures.settings.max_concurrent_prompts_per_server or 32
-        return Advice(
-            rule="nobody works",
-            found=f"{waits}, and servers have no request {idle} of it",
-            reason="Servers could take more at once; the slowest answers of a batch hold it up.",
-            command=_start_over(figures, f"orchestrator.max_concurrent_prompts_per_server={2 * lanes}"),
-        )
+        return _fill_servers(figures, f"{waits}, and servers have no request {idle} of it", time.requests_at_once or 0.0)
     if time.trainer_waits >= LONG_WAIT:
         return Advice(
             rule="servers limit",
@@ -324,6 +318,27 @@ def find_waiting(figures: RunFigures) -> Advice | None:
             command=_command(figures, ["telescope", "plan", "--calibrate", figures.run_dir]),
         )
     return None
+
+
+def _fill_servers(figures: RunFigures, found: str, at_once: float) -> Advice:
+    """Both sides are idle: servers take no more at once, or there are not more rollouts to be had yet."""
+    settings = figures.settings
+    groups, ahead = settings.max_concurrent_prompts_per_server or 32, settings.max_async_rollout or 0
+    found = f"{found}; {at_once:.3g} requests at once"
+    if at_once >= groups * (settings.group_size or 1) / 2:
+        return Advice(
+            rule="nobody works",
+            found=found,
+            reason="All slots are taken, and the slowest answers hold a batch up. Let a server take more at once.",
+            command=_start_over(figures, f"orchestrator.max_concurrent_prompts_per_server={2 * groups}"),
+        )
+    return Advice(
+        rule="nobody works",
+        found=found,
+        reason="Slots are free: single slow answers, or processes that lack a core, hold a batch up. Generation that runs "
+        "further ahead fills the gaps, with older samples.",
+        command=_start_over(figures, f"orchestrator.max_async_rollout={max(1, 2 * ahead)}"),
+    )
 
 
 def find_failure(figures: RunFigures) -> Advice | None:
