@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from telescope.cli.show.advice import RULES, Advice, advise
+from telescope.cli.show.advice import RULES, Advice, advise, has_fallen, is_higher
 from telescope.cli.show.curves import NumberCurve, make_curve
 from telescope.cli.show.figures import EnvironmentFigures, GroupFigures, RunFigures, RunSettings, TimeFigures
 
@@ -101,12 +102,6 @@ def environment(**changes: Any) -> tuple[EnvironmentFigures, ...]:
 
 
 CASES: dict[str, tuple[RunFigures, RunFigures, str, str]] = {
-    "no start": (
-        figures(state="failed", step=0, curves=(), groups=GroupFigures(), environments=(), reason="server-0 was killed."),
-        figures(state="failed", step=3),
-        "server-0 was killed",
-        "telescope runs tail /runs/mine --once",
-    ),
     "failures": (
         figures(environments=(FAILING,)),
         figures(environments=environment(failed=4, scored=96)),
@@ -192,7 +187,7 @@ CASES: dict[str, tuple[RunFigures, RunFigures, str, str]] = {
         "cluster.env_num_workers=4",
     ),
     "nobody works": (
-        figures(time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5)),
+        figures(time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5, requests_at_once=200.0)),
         figures(time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5, steps=2)),
         "servers have no request 50% of it",
         "orchestrator.max_concurrent_prompts_per_server=64",
@@ -208,6 +203,12 @@ CASES: dict[str, tuple[RunFigures, RunFigures, str, str]] = {
         figures(time=time(servers_generate=0.7)),
         "the trainer works 70% of the time, and servers have no request 70% of it",
         "telescope plan --calibrate /runs/mine",
+    ),
+    "failed": (
+        figures(state="failed", step=0, curves=(), groups=GroupFigures(), environments=(), time=None),
+        figures(state="stopped"),
+        "the run failed before its first step was done",
+        "telescope runs tail /runs/mine --once",
     ),
     "it learns": (
         figures(state="done", checkpoints=(20, 40)),
@@ -285,6 +286,32 @@ def test_a_run_that_learns_and_saved_nothing_is_run_for_longer_with_checkpoints(
     advice = find(advise(figures(state="done")), "it learns")
     assert advice is not None
     assert re.search(r"number_of_steps=80 checkpoint\.every=20$", advice.command)
+
+
+@pytest.mark.parametrize(("count", "higher_at_most", "fallen_at_most"), [(12, 25, 10), (40, 25, 10), (300, 25, 16)])
+def test_noise_alone_is_seldom_taken_for_a_rise_and_seldom_for_a_fall(count: int, higher_at_most: int, fallen_at_most: int):
+    draw = random.Random(1)
+    curves = [make_curve("reward/policy", [draw.gauss(0.3, 0.05) for _ in range(count)]) for _ in range(400)]
+    known = [one for one in curves if one is not None]
+    assert sum(map(is_higher, known)) <= higher_at_most
+    assert sum(map(has_fallen, known)) <= fallen_at_most
+
+
+def test_where_slots_are_free_more_of_them_would_not_help():
+    advice = find(advise(figures(time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5))), "nobody works")
+    assert advice is not None
+    assert advice.command.endswith(" orchestrator.max_async_rollout=8")
+    synchronous = figures(
+        time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5), settings=settings(max_async_rollout=0)
+    )
+    assert find(advise(synchronous), "nobody works").command.endswith(" orchestrator.max_async_rollout=1")
+
+
+def test_a_run_that_was_lost_goes_on_from_its_checkpoint():
+    advice = find(advise(figures(state="lost", checkpoints=(20, 30))), "failed")
+    assert advice is not None
+    assert advice.command == "telescope runs resume /runs/mine"
+    assert "from the checkpoint of step 30" in advice.reason
 
 
 def test_the_limit_of_an_environment_s_own_is_the_one_to_raise():

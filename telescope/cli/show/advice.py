@@ -29,6 +29,8 @@ HARDLY_MOVED = 0.05
 """Change of the entropy, as a share of it, below which the policy has hardly changed."""
 SURE = 2.0
 """Standard errors by which a change is more than noise."""
+SURE_OF_BEST = 4.0
+"""The same of a fall from the best place of a curve: among many places one is high by chance."""
 FELL = 0.1
 """Of the best reward, that it must have lost."""
 SOLVED = 0.95
@@ -75,7 +77,7 @@ def is_higher(curve: NumberCurve) -> bool:
 def has_fallen(curve: NumberCurve) -> bool:
     """From its best, by more than noise and a share of it."""
     lost = curve.best - curve.last
-    return curve.error is not None and lost > max(SURE * curve.error, 1e-9) and lost > FELL * abs(curve.best)
+    return curve.error is not None and lost > max(SURE_OF_BEST * curve.error, 1e-9) and lost > FELL * abs(curve.best)
 
 
 def is_flat(curve: NumberCurve) -> bool:
@@ -104,18 +106,6 @@ def find_failures(figures: RunFigures) -> Advice | None:
         found=f"{worst.failed} of {worst.failed + worst.scored} attempts at {worst.label} failed; most often: {cause}",
         reason="Failed attempts are not trained on. Play the environment alone, where its error is shown whole.",
         command=_check_environment(figures, worst.label),
-    )
-
-
-def find_early_failure(figures: RunFigures) -> Advice | None:
-    """The run failed before its first step, and its rows do not say why."""
-    if figures.state not in ("failed", "lost") or figures.step or figures.groups.complete:
-        return None
-    return Advice(
-        rule="no start",
-        found=f"the run ended ({figures.state}) before its first step and before any group was scored",
-        reason=f"{figures.reason or 'Nothing says why'}. The log has more.".replace("..", "."),
-        command=shlex.join(["telescope", "runs", "tail", figures.run_dir, "--once"]),
     )
 
 
@@ -310,13 +300,7 @@ def find_waiting(figures: RunFigures) -> Advice | None:
             command=_start_over(figures, "cluster.env_num_workers=4"),
         )
     if time.trainer_waits >= LONG_WAIT and time.servers_idle >= LONG_IDLE:
-        lanes = figures.settings.max_concurrent_prompts_per_server or 32
-        return Advice(
-            rule="nobody works",
-            found=f"{waits}, and servers have no request {idle} of it",
-            reason="Servers could take more at once; the slowest answers of a batch hold it up.",
-            command=_start_over(figures, f"orchestrator.max_concurrent_prompts_per_server={2 * lanes}"),
-        )
+        return _fill_servers(figures, f"{waits}, and servers have no request {idle} of it", time.requests_at_once or 0.0)
     if time.trainer_waits >= LONG_WAIT:
         return Advice(
             rule="servers limit",
@@ -334,6 +318,48 @@ def find_waiting(figures: RunFigures) -> Advice | None:
             command=_command(figures, ["telescope", "plan", "--calibrate", figures.run_dir]),
         )
     return None
+
+
+def _fill_servers(figures: RunFigures, found: str, at_once: float) -> Advice:
+    """Both sides are idle: servers take no more at once, or there are not more rollouts to be had yet."""
+    settings = figures.settings
+    groups, ahead = settings.max_concurrent_prompts_per_server or 32, settings.max_async_rollout or 0
+    found = f"{found}; {at_once:.3g} requests at once"
+    if at_once >= groups * (settings.group_size or 1) / 2:
+        return Advice(
+            rule="nobody works",
+            found=found,
+            reason="All slots are taken, and the slowest answers hold a batch up. Let a server take more at once.",
+            command=_start_over(figures, f"orchestrator.max_concurrent_prompts_per_server={2 * groups}"),
+        )
+    return Advice(
+        rule="nobody works",
+        found=found,
+        reason="Slots are free: single slow answers, or processes that lack a core, hold a batch up. Generation that runs "
+        "further ahead fills the gaps, with older samples.",
+        command=_start_over(figures, f"orchestrator.max_async_rollout={max(1, 2 * ahead)}"),
+    )
+
+
+def find_failure(figures: RunFigures) -> Advice | None:
+    """The run did not come to its end."""
+    if figures.state not in ("failed", "lost"):
+        return None
+    how = "failed" if figures.state == "failed" else "was lost, and nobody wrote its end,"
+    found = f"the run {how} {f'after step {figures.step}' if figures.step else 'before its first step was done'}"
+    if figures.checkpoints:
+        return Advice(
+            rule="failed",
+            found=found,
+            reason=f"Mend what the first lines name; then it can go on from the checkpoint of step {figures.checkpoints[-1]}.",
+            command=shlex.join(["telescope", "runs", "resume", figures.run_dir]),
+        )
+    return Advice(
+        rule="failed",
+        found=found,
+        reason="No checkpoint was saved. The first lines say why, as far as that is known; the log has more.",
+        command=shlex.join(["telescope", "runs", "tail", figures.run_dir, "--once"]),
+    )
 
 
 def find_more_to_come(figures: RunFigures) -> Advice | None:
@@ -377,7 +403,6 @@ def find_too_short(figures: RunFigures) -> Advice | None:
 
 
 RULES: tuple[Rule, ...] = (
-    find_early_failure,
     find_failures,
     find_fixed_weights,
     find_equal_groups,
@@ -389,6 +414,7 @@ RULES: tuple[Rule, ...] = (
     find_no_entropy,
     find_slow_learning,
     find_old_samples,
+    find_failure,
     find_more_to_come,
     find_too_short,
     find_waiting,

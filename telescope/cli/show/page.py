@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from telescope.cli.show.advice import Advice, is_flat, is_higher
+from telescope.cli.show.advice import LONG_IDLE, Advice, is_flat, is_higher
 from telescope.cli.show.curves import ASCII_BLOCKS, BLOCKS, BUCKETS, NumberCurve, draw
 from telescope.cli.show.figures import EnvironmentFigures, RunFigures, ShownSample
 
@@ -251,6 +251,8 @@ def describe_limit(figures: RunFigures) -> str:
     if time.trainer_waits > time.trainer_works and time.trainer_waits > 0.2:
         if (time.scoring_s or 0.0) > max(time.generating_s or 0.0, 1e-3):
             return "The trainer waits for the environment."
+        if idle >= LONG_IDLE:
+            return "Trainer and servers both wait: single slow answers, or processes that lack a core, hold batches up."
         return "The trainer waits for the servers."
     if time.other > max(time.trainer_works, time.trainer_waits):
         return "Most of the time the trainer neither trains nor lacks a batch: weights are on their way, or a save is made."
