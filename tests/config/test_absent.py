@@ -62,6 +62,11 @@ def folder(tmp_path: Path) -> Path:
             "data_dir='/nowhere' is not there: give the folder or the file that holds the data set",
         ),
         (("env=[gpqa_diamond]", "environments.gpqa_diamond.kwargs.data_dir=/nowhere"), "data_dir='/nowhere' is not there"),
+        (("env=[questions]", "environments.questions.kwargs.path=/nowhere.csv"), "path='/nowhere.csv' is not there"),
+        (
+            ("env=[questions]", "environments.questions.kwargs={path: /dev/null, scoring: function, function: /nowhere.py}"),
+            "/nowhere.py is not a Python file that is there",
+        ),
         (
             ("env=[code_generation]", "environments.code_generation.kwargs.data_dir=/nowhere"),
             "data_dir='/nowhere' is not there",

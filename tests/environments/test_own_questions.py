@@ -97,7 +97,7 @@ async def test_each_of_several_right_answers_is_right(tmp_path: Path) -> None:
 
 async def test_a_pattern_that_runs_for_ever_makes_the_answer_wrong_and_too_heavy(tmp_path: Path) -> None:
     file = write(tmp_path / "q.jsonl", [{"question": "?", "answer": ""}])
-    task = Questions(path=str(file), scoring="regex", pattern="^(a+)+$", answer_field=None, held_out=0, grading_limit_s=0.2)
+    task = Questions(path=str(file), scoring="regex", pattern="^(a+)+$", answer_field=None, held_out=0, grading_limit_s=1.0)
     async with open_graders(1):
         reward = await score(task, "a" * 60 + "b")
         assert (reward.total, reward.tags) == (0.0, ("too_heavy",))

@@ -254,7 +254,7 @@ class Questions(SingleTurn):
             raise GraderError("the environment was not set up: its judge is not there")
         right = prompt.facts["right_answers"]
         texts = {
-            "question": str(next(turn["content"] for turn in reversed(prompt.turns) if turn["role"] == "user")),
+            "task": str(next(turn["content"] for turn in reversed(prompt.turns) if turn["role"] == "user")),
             **({"right_answer": "\nor: ".join(right)} if right else {}),
             "answer": given,
         }

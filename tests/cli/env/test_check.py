@@ -309,6 +309,7 @@ def test_a_whole_reward_that_is_a_sum_is_the_whole_but_for_rounding(
         ("countdown", "answer_tag=answer", "rollout.max_tokens=48", "inference.max_model_len=128"),
         ("wordle", "rollout.max_tokens=32", "inference.max_model_len=1024"),
         ("hendrycks_math", "data_dir={data}", "eval_split=null", "held_out=1", "rollout.max_tokens=32"),
+        ("questions", "path={data}", "question_field=problem", "scoring=number", "answer_form=boxed", "rollout.max_tokens=32"),
         ("gpqa_diamond", "data_dir={gpqa}", "rollout.max_tokens=32", "inference.max_model_len=512"),
     ],
     ids=lambda arguments: arguments[0],
