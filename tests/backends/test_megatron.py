@@ -58,7 +58,7 @@ CLOSE = 1e-5
 """‖g − g′‖ / ‖g‖ of each parameter's gradient."""
 SAME = ("loss", "grad_norm", "entropy", "kl_divergence_inference", "trained_tokens", "packed_tokens", "learning_rate")
 """Metrics that do not depend on rows and ranks."""
-WORST = {NORMS: "norm.weight", EMBEDDING: "embed_tokens.weight", EXPERTS: ".mlp.experts.", ROWS: "weight"}
+WORST = {NORMS: "norm.weight", EMBEDDING: "embed_tokens.weight", EXPERTS: ".mlp.experts.", ROWS: "k_norm.weight"}
 """In whose name what is missing is found, by the sum that is left out."""
 Tensors = dict[str, torch.Tensor]
 
@@ -186,13 +186,15 @@ def test_what_two_stages_have_they_go_on_to_have_alike(folder: Path):
         ("resumed PP 2, TP 2", [(0, 2), (1, 3)]),
         ("went on PP 2, DP 2, half", [(0, 1), (2, 3)]),
         ("resumed PP 2, DP 2, half", [(0, 1), (2, 3)]),
+        ("went on CP 2, PP 2, half", [(0, 2), (1, 3)]),
+        ("resumed CP 2, PP 2, half", [(0, 2), (1, 3)]),
         ("resumed PP 2 of FSDP", [(0, 1)]),
         ("resumed PP 2 of four", [(0, 1)]),
     ],
 )
 def test_a_tied_embedding_stays_alike_on_two_stages(folder: Path, name: str, pairs: list[tuple[int, int]]):
     """Its weights and moments, after a save or a checkpoint and after each of two steps from there. `pairs`: ranks that have
-    the same part of it; with two models moments are spread over them."""
+    the same part of it; moments are spread over two models, and over ranks that share rows."""
     for pair in pairs:
         first, last = (torch.load(folder / f"{name}-embedding-{rank}.pt") for rank in pair)
         assert len(first) == 3
