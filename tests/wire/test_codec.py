@@ -100,12 +100,12 @@ def test_wrong_arrays_are_refused_before_they_are_sent(arrays: tuple[np.ndarray,
 def test_turns_travel_and_cost_nothing_where_there_are_none() -> None:
     sample = BY_NAME["RolloutResult"]
     body = msgspec.structs.replace(sample.body, turns=2, turn_rewards=(0.25, 0.75), branch_turns=(((0, 2),), ((1, 1),)))
-    told = decode(encode(body, 2, 1, RawArrays.of(sample.arrays))).body
-    assert told == body
+    told = decode(encode(body, 2, 1, RawArrays.of(sample.arrays)))
+    assert told.envelope.body == body
     plain = BY_NAME["TrainStep"]
     items = tuple(msgspec.structs.replace(item, turns=((1, 0.5), (1, -2.0))) for item in plain.body.items)  # type: ignore[union-attr]
     step = msgspec.structs.replace(plain.body, items=items)
-    assert decode(encode(step, 8, 0, RawArrays.of(plain.arrays))).body == step
+    assert decode(encode(step, 8, 0, RawArrays.of(plain.arrays))).envelope.body == step
     for each in (sample, plain):
         header = each.frames()[1]
         assert b"turn_rewards" not in header
