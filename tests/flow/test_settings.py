@@ -8,7 +8,7 @@ from telescope.flow.settings import FlowSettings
 
 COMPUTED = {
     "split", "curricula", "rollout_deadline_s", "cancel_deadline_s", "absence_deadline_s", "weights_while_training",
-    "failed_batches_limit", "discarded_batches_limit", "evals_hold_training",
+    "failed_batches_limit", "discarded_batches_limit", "evals_hold_training", "trains",
 }  # fmt: skip
 """Not settings of a run, or made of several."""
 

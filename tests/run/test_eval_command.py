@@ -145,7 +145,7 @@ def test_a_checkpoint_scores_what_its_run_said_of_it(start: Start, begin: Begin)
         *("experiment=fake", "backend=fsdp", "cluster.device=cpu", "number_of_steps=5", "checkpoint.every=5"),
         *("+evals.countdown={num_prompts:5,num_samples:4}", f"+{LETTERS}"),
     )
-    assert trained.wait(300) == 0, trained.said()
+    assert trained.wait(600) == 0, trained.said()
     run, journal = trained.directory, trained.directory.journal.read_bytes()
     played = printed(begin(str(run.path), "--steps", "0,5", "--json"), 300)
     assert [(row["step"], row["eval"]) for row in played] == [
