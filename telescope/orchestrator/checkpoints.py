@@ -182,7 +182,7 @@ class CheckpointCoordinator:
         if save.own is not None:
             save.nbytes += save.own.result()
         save.deadline = now + self._timeout_s
-        save.completing = self._writer.submit(self._complete, save, self._recorder.evals.protect_steps(save.step))
+        save.completing = self._writer.submit(self._complete, save, self._recorder.protect_checkpoints(save.step))
 
     def _complete(self, save: _Save, protected: frozenset[int]) -> None:
         """In the thread: make it whole, then delete what nothing keeps. Raises OSError."""

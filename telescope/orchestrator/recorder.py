@@ -158,6 +158,10 @@ class Recorder:
         if state == "complete":
             self.evals.note_checkpoint(step)
 
+    def protect_checkpoints(self, completing: int) -> frozenset[int]:
+        """Steps whose checkpoints are not to be deleted now that the one of `completing` will be complete."""
+        return self.evals.protect_steps(completing)
+
     def start_clock(self) -> None:
         """Every worker and server is there: seconds of training and of the first step count from here, not from the start of
         the processes."""

@@ -31,7 +31,7 @@ class SlotsByTaking(Slots):
 
 def exchange(core: Core, name: str, part: object) -> None:
     """Put the part in its place in the core and in the objects that share it."""
-    for holder in (core, core._groups, core._requests):
+    for holder in (core, core._groups, core._requests, core._eval_servers):
         if hasattr(holder, name):
             setattr(holder, name, part)
 
@@ -127,14 +127,14 @@ class FollowsTheLoad(Placement):
     """Each request goes where it is emptiest, whatever its siblings have left in another server's cache."""
 
     def _choose(self, group: RolloutGroup) -> str | None:
-        return self._least_loaded.first_that(lambda server: self._takes(server, group.v_start))
+        return self._least_loaded.first_that(lambda server: self._takes(server, group))
 
 
 class FreezesTurns(Placement):
     """A pressed server takes nothing, the next turn of what has begun included."""
 
-    def _takes(self, server: str, version: int) -> bool:
-        return super()._takes(server, version) and not self.servers[server].lanes.pressure
+    def _takes(self, server: str, group: RolloutGroup) -> bool:
+        return super()._takes(server, group) and not self.servers[server].lanes.pressure
 
 
 class StartsUnderPressure(Placement):

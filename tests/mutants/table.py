@@ -38,8 +38,8 @@ MUTANTS = (
     Mutant(
         "placement: a server one version too old is taken",
         where="Placement._takes",
-        old="known.version >= version",
-        new="known.version + 1 >= version",
+        old="known.version >= group.v_start",
+        new="known.version + 1 >= group.v_start",
         nearest=("tests/flow/test_core.py",),
     ),
     Mutant(

@@ -119,6 +119,9 @@ class Listener:
     def add_to_next_step(self, metrics: dict[str, float]) -> None:
         self.metrics |= metrics
 
+    def protect_checkpoints(self, completing: int) -> frozenset[int]:
+        return frozenset()
+
     def record_checkpoint(self, step: int, state: str, **_: Any) -> None:
         self.rows.append((step, state))
 
