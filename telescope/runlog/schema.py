@@ -29,45 +29,45 @@ class Stream:
     droppable: bool = False
 
 
+_ATTEMPT: dict[str, Kind] = {
+    "rollout_id": "int",
+    "attempt": "int",
+    "group_id": "int",
+    "sample": "int",
+    "environment": "str",
+    "split": "str",
+    "index": "int",
+    "seed": "int",
+    "status": "str",  # scored | ignored | cancelled | error; what became of its group stands in `groups`
+    "cause": "str",
+    "failure": "str",  # infrastructure | grader, where there is no score
+    "reward": "float",  # the environment's
+    "metrics": "json",
+    "prompt_tokens": "int",
+    "completion_tokens": "int",
+    "turns": "int",
+    "finish_reason": "str",
+    "version_first": "int",
+    "version_last": "int",
+    "logprob_mean": "float",
+    "temperature": "float",  # at which its tokens were sampled
+    "worker": "str",
+    "started_ns": "int",
+    "generated_ns": "int",
+    "scored_ns": "int",
+    "prompt": "str",
+    "completion": "str",
+    "golden_answers": "json",
+    "tags": "json",
+    "info": "json",  # what the environment says of it, cut off where it was long
+    "turn_rewards": "json",  # by turn; empty where the environment gives none
+}
+"""Of one attempt at a rollout of training or at a sample of an eval."""
+
 STREAMS: dict[str, Stream] = {
     stream.name: stream
     for stream in (
-        Stream(
-            "rollouts",
-            {
-                "rollout_id": "int",
-                "attempt": "int",
-                "group_id": "int",
-                "sample": "int",
-                "environment": "str",
-                "split": "str",
-                "index": "int",
-                "seed": "int",
-                "status": "str",  # scored | ignored | cancelled | error; what became of its group stands in `groups`
-                "cause": "str",
-                "failure": "str",  # infrastructure | grader, where there is no score
-                "reward": "float",  # the environment's
-                "length_penalty": "float",  # what training adds to it
-                "metrics": "json",
-                "prompt_tokens": "int",
-                "completion_tokens": "int",
-                "turns": "int",
-                "finish_reason": "str",
-                "version_first": "int",
-                "version_last": "int",
-                "logprob_mean": "float",
-                "temperature": "float",  # at which its tokens were sampled
-                "worker": "str",
-                "started_ns": "int",
-                "generated_ns": "int",
-                "scored_ns": "int",
-                "prompt": "str",
-                "completion": "str",
-                "golden_answers": "json",
-                "tags": "json",
-                "info": "json",  # what the environment says of it, cut off where it was long
-            },
-        ),
+        Stream("rollouts", {**_ATTEMPT, "length_penalty": "float"}),  # the penalty is what training adds to the reward
         Stream(
             "evals",  # one a time that an eval was due
             {
@@ -98,41 +98,7 @@ STREAMS: dict[str, Stream] = {
         ),
         Stream(
             "eval_samples",  # one attempt at a sample of an eval; those of training stand in `rollouts`
-            {
-                "eval": "str",
-                "step": "int",
-                "rollout_id": "int",
-                "attempt": "int",
-                "group_id": "int",
-                "sample": "int",
-                "environment": "str",
-                "split": "str",
-                "index": "int",
-                "seed": "int",
-                "status": "str",  # scored | ignored | cancelled | error
-                "cause": "str",
-                "failure": "str",
-                "reward": "float",
-                "metrics": "json",
-                "prompt_tokens": "int",
-                "completion_tokens": "int",
-                "turns": "int",
-                "finish_reason": "str",
-                "version_first": "int",
-                "version_last": "int",
-                "logprob_mean": "float",
-                "temperature": "float",
-                "worker": "str",
-                "started_ns": "int",
-                "generated_ns": "int",
-                "scored_ns": "int",
-                "prompt": "str",
-                "completion": "str",
-                "golden_answers": "json",
-                "tags": "json",
-                "info": "json",
-                "turn_rewards": "json",  # by turn; empty where the environment gives none
-            },
+            {"eval": "str", "step": "int", **_ATTEMPT},
         ),
         Stream("groups", {"group_id": "int", "state": "str", "reason": "str", "version": "int"}),
         Stream(

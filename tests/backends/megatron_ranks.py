@@ -5,6 +5,7 @@ One process imports everything and forks the ranks, before anything has threads;
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import sys
@@ -494,7 +495,9 @@ def near(ours: Any, theirs: Any) -> None:
 
 
 def end_groups() -> None:
-    """Of a backend, but for the one of all ranks: each has threads that wake a hundred times a second."""
+    """Of a backend, but for the one of all ranks: each has threads that wake a hundred times a second, as long as anything
+    refers to it. What the backend before left in cycles goes first."""
+    gc.collect()
     dist.barrier()
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

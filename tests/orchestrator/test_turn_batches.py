@@ -21,6 +21,7 @@ from telescope.orchestrator.recorder import make_rollout_row, make_token_rows
 from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore, UnusableRollout
 from telescope.records import TrainItem
+from telescope.runlog.schema import STREAMS
 from tests.environments.conftest import Script
 from tests.orchestrator.test_rollout_store import make
 
@@ -191,6 +192,9 @@ async def test_rows_have_rewards_and_advantages_by_turn():
     assert [row["turns"] for row in make_token_rows(batch, 1)] == [[[3, 1.0], [2, 1.0]], [[2, -0.5], [3, -1.0]], []]
     assert batch.compute_metrics()["advantage/lone_turn_fraction"] == 0.0
     assert make_rollout_row(make())["turn_rewards"] == []
+    assert make_rollout_row(make()).keys() <= STREAMS["rollouts"].columns.keys() & STREAMS["eval_samples"].columns.keys() | {
+        "length_penalty"
+    }
 
 
 async def test_an_algorithm_that_gives_another_number_of_returns_is_refused():
