@@ -94,15 +94,16 @@ class DatasetSource:
         return _select_subsets(chosen, files, place, self.subsets, named)
 
 
-def make_prompts(name: str, rows: Sequence[Row], make: Callable[[Row], Prompt | None]) -> tuple[Prompt, ...]:
+def make_prompts(name: str, split: str | None, rows: Sequence[Row], make: Callable[[Row], Prompt | None]) -> tuple[Prompt, ...]:
     """The prompts of all rows but those of which `make` makes none; the log says how many these are, and where the first is."""
     made = [make(row) for row in rows]
     if left_out := [row for row, prompt in zip(rows, made, strict=True) if prompt is None]:
         _log.warning(
-            "%s: %d of %d rows have no question or no answer: left out, the first: %s",
+            "%s: %d of %d rows%s have no question or no answer: left out, the first: %s",
             name,
             len(left_out),
             len(rows),
+            f" of {split}" if split else "",
             find_place(left_out[0]),
         )
     return tuple(prompt for prompt in made if prompt is not None)

@@ -137,7 +137,7 @@ class MathsQuestions(SingleTurn):
 
     def _load_prompts(self, split: str) -> tuple[Prompt, ...]:
         columns = [self.question_field.partition(".")[0], self.answer_field.partition(".")[0]]
-        return make_prompts(f"{self.dataset}, {split}", self._source.rows(split, columns), self._prompt)
+        return make_prompts(self.dataset, split, self._source.rows(split, columns), self._prompt)
 
     def _prompt(self, row: Row) -> Prompt | None:
         answer = extract_golden(get_text(row, self.answer_field))

@@ -330,7 +330,7 @@ class Questions(SingleTurn):
         others = [*([self.system_field] if self.system_field else []), *self.facts_fields]
         columns = [name.partition(".")[0] for name in (*wanted, *others)]
         rows = source.rows(split, columns, columns[: len(wanted)])
-        prompts = make_prompts(source.data_dir or f"{source.dataset}, {split}", rows, self._prompt)
+        prompts = make_prompts(source.dataset, split, rows, self._prompt)
         if not prompts:
             raise NoRows(
                 f"{source.data_dir or source.dataset} has no row with a question{' and an answer' * self.needs_answer}"
