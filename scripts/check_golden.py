@@ -4,8 +4,10 @@
 Each case gives a configuration, rewards, groups and per-token log-probs with masks (null: not a number, only at masked
 places), and the expected advantages, loss and gradient in float64. They are computed here on the path the trainer takes:
 advantages from the algorithm, trajectories packed into several rows plus a filler row, the loss row by row over denominators
-of the whole update. A case that credits turns has `turns`, of each rollout the sampled tokens of its turns in order, and
-`turn_rewards`, of each rollout one a turn or none; its advantages are then lists too. Prints the worst difference of each quantity; exit status 0 only if all are within 1e-9 * max(1, |x|).
+of the whole update. Prints the worst difference of each quantity; exit status 0 only if all are within 1e-9 * max(1, |x|).
+
+A case that credits turns has `turns`, of each rollout the sampled tokens of its turns in order, and `turn_rewards`, of each
+rollout one a turn or none; its advantages are then lists too.
 """
 
 from __future__ import annotations

@@ -65,6 +65,6 @@ def number_turns(groups: np.ndarray, turns: np.ndarray) -> NDArray[np.int64]:
 
 
 def lone_share(numbers: np.ndarray) -> float:
-    """Share of the turns [M] whose number no other has: there is nothing to compare them with, and their advantage is 0."""
+    """Share of the turns [M] whose number no other has: their group has nothing to compare them with."""
     _, index, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     return float(np.mean(counts[index] == 1)) if len(numbers) else 0.0

@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -82,8 +83,9 @@ class Recipe:
             given = self.algorithm.turn_returns(rewards)
             returns = () if given is None else tuple(map(float, given))
         if given is not None and (len(returns) != len(rewards) or not all(map(math.isfinite, returns))):
+            whose = f"{type(self.algorithm).__name__}.turn_returns"
             raise AlgorithmRaised(
-                f"rollout {rollout.order.rollout_id}: {type(self.algorithm).__name__}.turn_returns gave {returns}: it must give "
+                f"rollout {rollout.order.rollout_id}: {whose} gave {reprlib.repr(returns)}: it must give "
                 f"one finite number for each of the rollout's turns, {len(rewards)}"
             )
         return returns

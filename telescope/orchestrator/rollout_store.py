@@ -10,6 +10,7 @@ keeps ids and scalars (telescope/flow); what a worker sent is checked here befor
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -329,7 +330,7 @@ def _find_wrong_turn_reward(result: RolloutResult) -> str:
         return f"it has rewards of {len(result.turn_rewards)} turns, and turns={result.turns}"
     if not all(abs(reward) <= turn_credit.REWARD_LIMIT for reward in result.turn_rewards):  # NaN is not
         limit = f"±{turn_credit.REWARD_LIMIT:.0e}"
-        return f"the rewards of its turns are {result.turn_rewards}, and each must be a number within {limit}"
+        return f"the rewards of its turns are {reprlib.repr(result.turn_rewards)}, and each must be a number within {limit}"
     if not turn_credit.add_up(result.turn_rewards, result.reward):
         return f"the rewards of its turns add up to {math.fsum(result.turn_rewards):g}, and its reward is {result.reward:g}"
     return ""

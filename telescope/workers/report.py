@@ -69,8 +69,8 @@ def _check_turns(total: float, turns: object) -> tuple[float, ...]:
         raise BadReward(f"a number of the reward's turns is beyond ±{REWARD_LIMIT:.0e}: scale the environment's rewards")
     if not turn_credit.add_up(numbers, total):
         raise BadReward(
-            f"the reward's turns add up to {math.fsum(numbers):g}, and its total is {total:g}: they must be the same; give the difference "
-            "to the turn that earns it, e.g. the last"
+            f"the reward's turns add up to {math.fsum(numbers):g}, and its total is {total:g}: they must be the same; give the "
+            "difference to the turn that earns it, e.g. the last"
         )
     return numbers
 

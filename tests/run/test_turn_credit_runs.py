@@ -36,9 +36,7 @@ def center_turns(batch: dict[str, Any], rollouts: dict[int, dict[str, Any]], dis
 
 
 @pytest.mark.timeout(240)
-def test_turns_are_credited_over_a_checkpoint_and_the_journal_says_so_again(
-    start: Start, capsys: pytest.CaptureFixture[str]
-):
+def test_turns_are_credited_over_a_checkpoint_and_the_journal_says_so_again(start: Start, capsys: pytest.CaptureFixture[str]):
     run = start(*FAKE, "algorithm=rloo", "algorithm.credit=turn", "algorithm.turn_discount=0.5", "number_of_steps=3",
                 "checkpoint.every=2")  # fmt: skip
     assert run.wait() == 0, run.said()
