@@ -5,6 +5,9 @@ Each case gives a configuration, rewards, groups and per-token log-probs with ma
 places), and the expected advantages, loss and gradient in float64. They are computed here on the path the trainer takes:
 advantages from the algorithm, trajectories packed into several rows plus a filler row, the loss row by row over denominators
 of the whole update. Prints the worst difference of each quantity; exit status 0 only if all are within 1e-9 * max(1, |x|).
+
+A case that credits turns has `turns`, of each rollout the sampled tokens of its turns in order, and `turn_rewards`, of each
+rollout one a turn or none; its advantages are then lists too.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import UNSET
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from telescope.algorithms.base import Algorithm, PackedRow
-from telescope.maths import minibatches, packing
+from telescope.maths import minibatches, packing, turn_credit
 from telescope.records import TrainItem, Trajectory
 
 TOLERANCE = 1e-9
@@ -71,16 +75,38 @@ def check(case: dict[str, Any], worst: Worst) -> None:
     algorithm = algorithm_of(case["config"])
     rewards, groups = np.array(case["rewards"], np.float64), np.array(case["groups"])
     group_size = case["config"].get("group_size") or CONFIGURED_GROUP_SIZE
-    advantages = algorithm.advantages(rewards, groups, group_size=group_size)
-    loss, gradients = losses_and_gradients(algorithm, case, advantages)
     expected = case["expected"]
-    worst.note("advantages", case["name"], advantages, np.array(expected["advantages"], np.float64))
+    if "turns" in case:
+        by_turn = credit_turns(algorithm, case, rewards, groups, group_size)
+        for own, wanted in zip(by_turn, expected["advantages"], strict=True):
+            worst.note("advantages", case["name"], own, np.array(wanted, np.float64))
+        advantages = np.full(len(rewards), math.nan)  # no token is trained with its rollout's
+    else:
+        by_turn = None
+        advantages = algorithm.advantages(rewards, groups, group_size=group_size)
+        worst.note("advantages", case["name"], advantages, np.array(expected["advantages"], np.float64))
+    loss, gradients = losses_and_gradients(algorithm, case, advantages, by_turn)
     worst.note("loss", case["name"], np.array(loss), np.array(expected["loss"], np.float64))
     for got, wanted in zip(gradients, expected["grad_current"], strict=True):
         worst.note("d loss / d current", case["name"], got, np.array(wanted, np.float64))
 
 
-def losses_and_gradients(algorithm: Algorithm, case: dict[str, Any], advantages: np.ndarray) -> tuple[float, list[np.ndarray]]:
+def credit_turns(
+    algorithm: Algorithm, case: dict[str, Any], rewards: np.ndarray, groups: np.ndarray, group_size: int
+) -> list[np.ndarray]:
+    """The advantages of each rollout's turns."""
+    counts = [len(turns) for turns in case["turns"]]
+    shaped = map(turn_credit.shape_rewards, case["turn_rewards"], counts, rewards.tolist())
+    returns = [number for own in shaped for number in algorithm.turn_returns(own) or ()]
+    turns = np.array(counts)
+    numbered = turn_credit.number_turns(groups, turns)
+    found = algorithm.advantages(np.array(returns, np.float64), numbered, group_size=group_size)
+    return np.split(found, np.cumsum(turns)[:-1])
+
+
+def losses_and_gradients(
+    algorithm: Algorithm, case: dict[str, Any], advantages: np.ndarray, by_turn: list[np.ndarray] | None = None
+) -> tuple[float, list[np.ndarray]]:
     """The loss over all rows, and its gradient with respect to each sequence's current log-probs."""
     sequences = case["sequences"]
     groups = [int(group) for group in case["groups"]]
@@ -95,6 +121,7 @@ def losses_and_gradients(algorithm: Algorithm, case: dict[str, Any], advantages:
             advantage=float(advantage),
             sequence_tokens=trajectory.trained_tokens,
             temperature=1.0,
+            turns=UNSET if by_turn is None else tuple(zip(case["turns"][index], by_turn[index].tolist(), strict=True)),
         )
         for index, (trajectory, group, advantage) in enumerate(zip(trajectories, groups, advantages, strict=True))
     ]

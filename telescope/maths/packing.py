@@ -49,7 +49,7 @@ class RowArrays:
     segments: np.ndarray  # [T] int64, 0..S-1
     mask: np.ndarray  # [T] bool, True where the policy sampled the token
     logprobs: np.ndarray  # [T] float32, sampling log-prob; NaN where the mask is False
-    advantages: np.ndarray  # [T] float32, the rollout's, or its turns' at sampled tokens; 0 in the padding
+    advantages: np.ndarray  # [T] float32, the rollout's; of turns at their sampled tokens, 0 at others; 0 in the padding
     sequence_tokens: np.ndarray  # [S] float32, n_i of the rollout each segment belongs to; 0 for the padding
     temperatures: np.ndarray  # [S] float64, at which each segment was sampled; 1 for the padding
     boundaries: np.ndarray  # [S + 1] int32, cumulative: segment s is boundaries[s]:boundaries[s + 1]

@@ -18,17 +18,29 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+REWARD_LIMIT = 1e6
+"""Larger rewards are mistakes, and their squares and differences would overflow the advantages."""
+TURNS_TOLERANCE = 1e-6
+"""Rewards by turn may miss their total by so much, or so large a share of the largest number: some sum in float32."""
+
+
+def add_up(by_turn: Sequence[float], total: float) -> bool:
+    """Whether rewards by turn, none beyond `REWARD_LIMIT`, add up to `total` but for rounding; none by turn always do."""
+    largest = max(map(abs, (total, *by_turn)))
+    return not by_turn or abs(math.fsum(by_turn) - total) <= TURNS_TOLERANCE * max(1.0, largest)
 
 
 def shape_rewards(by_turn: Sequence[float], turns: int, total: float, *, scale: float = 1.0) -> tuple[float, ...]:
     """One reward a turn, which add up to `total`: `scale * by_turn`, and at the last turn what is missing (a cost of length,
-    the offset of a range). Without any by turn all of it is the last turn's: `shape_rewards((), 3, 1.0)` is (0, 0, 1).
+    the offset of a range). Without any by turn all of it is the last turn's: `shape_rewards((), 3, 1.0)` is (0, 0, 1). A lone
+    turn has `total` itself, to the last digit.
 
     Raises `ValueError` where `by_turn` has neither none nor `turns` numbers.
     """
     if turns < 1 or len(by_turn) not in (0, turns):
         raise ValueError(f"{len(by_turn)} rewards for {turns} turns: give one a turn, or none")
+    if turns == 1:
+        return (total,)
     *before, last = (scale * reward for reward in (by_turn or (0.0,) * turns))
     return (*before, last + (total - math.fsum((*before, last))))
 
@@ -53,6 +65,6 @@ def number_turns(groups: np.ndarray, turns: np.ndarray) -> NDArray[np.int64]:
 
 
 def lone_share(numbers: np.ndarray) -> float:
-    """Share of the turns [M] whose number no other has: there is nothing to compare them with, and their advantage is 0."""
+    """Share of the turns [M] whose number no other has: their group has nothing to compare them with."""
     _, index, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     return float(np.mean(counts[index] == 1)) if len(numbers) else 0.0

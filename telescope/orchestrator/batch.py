@@ -4,8 +4,10 @@ out."""
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 from msgspec import UNSET, UnsetType
@@ -78,8 +80,15 @@ class Recipe:
             scale=self.rewards.find_scale(rollout.order.prompt.environment),
         )
         with named(self.algorithm, "turn_returns", f"rollout {rollout.order.rollout_id}"):
-            returns = self.algorithm.turn_returns(rewards)
-        return () if returns is None else tuple(map(float, returns))
+            given = self.algorithm.turn_returns(rewards)
+            returns = () if given is None else tuple(map(float, given))
+        if given is not None and (len(returns) != len(rewards) or not all(map(math.isfinite, returns))):
+            whose = f"{type(self.algorithm).__name__}.turn_returns"
+            raise AlgorithmRaised(
+                f"rollout {rollout.order.rollout_id}: {whose} gave {reprlib.repr(returns)}: it must give "
+                f"one finite number for each of the rollout's turns, {len(rewards)}"
+            )
+        return returns
 
     def find_filters(self, rollouts: Sequence[Rollout], step: int) -> tuple[tuple[str, ...], ...]:
         """Of each rollout the rules by which it leaves the loss."""
@@ -228,13 +237,15 @@ def _credit_turns(
         raise BatchUnusable(str(error)) from error
     if not any(returns):
         return None
-    turns = np.array([rollout.turns for rollout in (*kept, *baseline)], np.int64)
-    if turns.tolist() != [len(numbers) for numbers in returns]:
+    if not all(returns):
         raise BatchUnusable(
-            f"step {step}: {type(recipe.algorithm).__name__}.turn_returns must give one number for each turn of a rollout"
+            f"step {step}: {type(recipe.algorithm).__name__}.turn_returns gave None for some rollouts and numbers for others: "
+            "turns are compared in all rollouts of a batch or in none"
         )
+    turns = np.array([len(each) for each in returns], np.int64)
     numbers = turn_credit.number_turns(groups, turns)
-    found = _compute_advantages(recipe, np.concatenate([np.array(each, np.float64) for each in returns]), numbers, step)
+    compared = np.concatenate([np.array(each, np.float64) for each in returns])
+    found = _compute_advantages(recipe, compared, numbers, step, each="turn")
     parts = np.split(found, np.cumsum(turns)[:-1])[: len(kept)]
     return TurnAdvantages(tuple(parts), turn_credit.lone_share(numbers[: turns[: len(kept)].sum()]))
 
@@ -248,9 +259,12 @@ def _average_turns(advantages: np.ndarray, rollout: Rollout) -> float:
     return math.fsum(advantages[turn] * count for turn, count in placed) / tokens if tokens else 0.0
 
 
-def _compute_advantages(recipe: Recipe, rewards: np.ndarray, groups: np.ndarray, step: int) -> np.ndarray:
-    """[N] float64, by the algorithm, which may be the user's own. Raises `BatchUnusable`."""
+def _compute_advantages(
+    recipe: Recipe, rewards: np.ndarray, groups: np.ndarray, step: int, each: Literal["rollout", "turn"] = "rollout"
+) -> np.ndarray:
+    """[N] float64, by the algorithm, which may be the user's own; `each`: what N counts. Raises `BatchUnusable`."""
     whose = f"{type(recipe.algorithm).__name__}.advantages"
+    compared = "rewards" if each == "rollout" else "returns of turns"
     try:
         with named(recipe.algorithm, "advantages", f"step {step}"):
             given = np.asarray(recipe.algorithm.advantages(rewards.copy(), groups, group_size=recipe.group_size))
@@ -259,11 +273,11 @@ def _compute_advantages(recipe: Recipe, rewards: np.ndarray, groups: np.ndarray,
     if given.shape != rewards.shape or given.dtype.kind not in "fiu":
         raise BatchUnusable(
             f"step {step}: {whose} gave {given.dtype} of shape {list(given.shape)}: it must give one number for each of the "
-            f"{len(rewards)} rollouts"
+            f"{len(rewards)} {each}s"
         )
     if not np.isfinite(given).all():
         raise BatchUnusable(
-            f"step {step}: the rewards of its batch, from {rewards.min():g} to {rewards.max():g}, give advantages "
+            f"step {step}: the {compared} of its batch, from {rewards.min():g} to {rewards.max():g}, give advantages "
             f"that are not finite numbers: keep rewards within a few thousand, or mend {whose}"
         )
     return given.astype(np.float64, copy=False)

@@ -9,6 +9,8 @@ keeps ids and scalars (telescope/flow); what a worker sent is checked here befor
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +19,7 @@ from msgspec import UNSET, UnsetType
 
 from telescope.algorithms.base import SampledRollout
 from telescope.flow import events
+from telescope.maths import turn_credit
 from telescope.records import FailureKind, RolloutOrder, Trajectory
 from telescope.wire.messages import Generate, RequestGrant, RolloutError, RolloutResult
 from telescope.wire.peer_events import Delivery
@@ -195,12 +198,13 @@ class Rollout:
         version that any server can have sampled with. Raises `UnusableRollout`; nothing has changed then.
         """
         if self.order.eval and not result.branch_lengths and not any(map(len, arrays)):  # of a server that tells no tokens
-            wrong = _find_wrong_number(result)
+            wrong = _find_wrong_number(result) or _find_wrong_turn_reward(result)
         else:
             wrong = (
                 _find_wrong_shape(result, arrays)
                 or _find_wrong_number(result)
                 or _find_wrong_token(result, arrays, newest)
+                or _find_wrong_turn_reward(result)
                 or _find_wrong_turn(result, arrays[1])
             )
         if wrong:
@@ -319,18 +323,27 @@ def _find_wrong_token(result: RolloutResult, arrays: tuple[np.ndarray, ...], new
     return ""
 
 
+def _find_wrong_turn_reward(result: RolloutResult) -> str:
+    if isinstance(result.turn_rewards, UnsetType):
+        return ""
+    if len(result.turn_rewards) != result.turns:
+        return f"it has rewards of {len(result.turn_rewards)} turns, and turns={result.turns}"
+    if not all(abs(reward) <= turn_credit.REWARD_LIMIT for reward in result.turn_rewards):  # NaN is not
+        limit = f"±{turn_credit.REWARD_LIMIT:.0e}"
+        return f"the rewards of its turns are {reprlib.repr(result.turn_rewards)}, and each must be a number within {limit}"
+    if not turn_credit.add_up(result.turn_rewards, result.reward):
+        return f"the rewards of its turns add up to {math.fsum(result.turn_rewards):g}, and its reward is {result.reward:g}"
+    return ""
+
+
 def _find_wrong_turn(result: RolloutResult, mask: np.ndarray) -> str:
     if result.turns < 1:
         return "turns=0, and it has tokens"
-    if not isinstance(result.turn_rewards, UnsetType):
-        if len(result.turn_rewards) != result.turns:
-            return f"it has rewards of {len(result.turn_rewards)} turns, and turns={result.turns}"
-        if not np.isfinite(result.turn_rewards).all():
-            return f"the rewards of its turns are {result.turn_rewards}"
     if isinstance(result.branch_turns, UnsetType):
         told_apart = result.turns == 1 or isinstance(result.turn_rewards, UnsetType)
         return "" if told_apart else f"it has rewards of {result.turns} turns, and does not say which tokens are whose"
-    if sorted(turn for turns in result.branch_turns for turn, _ in turns) != list(range(result.turns)):
+    named = sorted(turn for turns in result.branch_turns for turn, _ in turns)
+    if len(named) != result.turns or named != list(range(len(named))):  # `turns` alone may be any number
         return f"its branches do not have each of its {result.turns} turns once"
     ends = np.cumsum(result.branch_lengths)[:-1]
     sampled = [int(part.sum()) for part in np.split(mask, ends)]

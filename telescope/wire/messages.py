@@ -164,7 +164,8 @@ class RolloutResult(Message):
     turn_rewards: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
     """One for each of its `turns`; unset where the environment gave none."""
     branch_turns: tuple[tuple[tuple[int, int], ...], ...] | msgspec.UnsetType = msgspec.UNSET
-    """Of each branch its answers in order: (which of `turns`, from 0; sampled tokens). Unset: all tokens are of one turn."""
+    """Of each branch its answers in order: (which of `turns`, from 0; sampled tokens). Unset: all tokens are of one turn;
+    empty: there is no branch, as of an eval's server that tells no tokens."""
 
 
 class RolloutError(Message):

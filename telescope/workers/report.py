@@ -21,6 +21,8 @@ from telescope.config.secrets import redacted, scrubbed
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.chat import Recording
 from telescope.environments.failures import GraderError, PolicyError
+from telescope.maths import turn_credit
+from telescope.maths.turn_credit import REWARD_LIMIT
 from telescope.records import FailureKind, RolloutOrder
 from telescope.wire.messages import RolloutError, RolloutResult
 from telescope.workers.loading import describe
@@ -34,10 +36,6 @@ MAX_GOLDEN_ANSWERS = 64
 MAX_TAGS = 32
 MAX_INFO_CHARACTERS = 50_000
 MAX_INFO_DEPTH = 64
-REWARD_LIMIT = 1e6
-"""Larger totals are mistakes, and their squares and differences would overflow the advantages."""
-TURNS_TOLERANCE = 1e-6
-"""Rewards by turn may miss their total by so much, or so large a share of the largest number: some sum in float32."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -67,14 +65,12 @@ def _check_turns(total: float, turns: object) -> tuple[float, ...]:
         raise BadReward(f"the reward's turns are {_name_type(turns)}, not a tuple of numbers")
     with _refuse_formless("turns"):
         numbers = tuple(_as_number(f"turns[{at}]", value) for at, value in enumerate(turns))
-    largest = max(map(abs, (total, *numbers)))
-    if largest > REWARD_LIMIT:
+    if any(abs(number) > REWARD_LIMIT for number in numbers):
         raise BadReward(f"a number of the reward's turns is beyond ±{REWARD_LIMIT:.0e}: scale the environment's rewards")
-    added = math.fsum(numbers)
-    if numbers and abs(added - total) > TURNS_TOLERANCE * max(1.0, largest):
+    if not turn_credit.add_up(numbers, total):
         raise BadReward(
-            f"the reward's turns add up to {added:g}, and its total is {total:g}: they must be the same; give the difference "
-            "to the turn that earns it, e.g. the last"
+            f"the reward's turns add up to {math.fsum(numbers):g}, and its total is {total:g}: they must be the same; give the "
+            "difference to the turn that earns it, e.g. the last"
         )
     return numbers
 

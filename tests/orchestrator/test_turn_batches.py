@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from telescope.algorithms.base import AlgorithmRaised
 from telescope.algorithms.grpo import GRPO
 from telescope.algorithms.rloo import RLOO
 from telescope.config.models import EMBEDDED
@@ -202,20 +204,74 @@ async def test_an_algorithm_that_gives_another_number_of_returns_is_refused():
         def turn_returns(self, rewards: Sequence[float]) -> Sequence[float]:
             return rewards[:1]
 
-    with pytest.raises(BatchUnusable, match=r"Own\.turn_returns must give one number for each turn of a rollout"):
+    said = r"^rollout 20: Own\.turn_returns gave \(0\.5,\): it must give one finite number for each of the rollout's turns, 2"
+    with pytest.raises(BatchUnusable, match=said):
         cut(await play_three(), Recipe(Own(), group_size=3, max_tokens=10))
+    with pytest.raises(AlgorithmRaised, match=said):
+        Recipe(Own(), group_size=3, max_tokens=10).shape_reward((await play_three())[0])
+
+
+@pytest.mark.parametrize(("returns", "said"), [
+    ((1.0, float("inf")), r"^rollout 20: Own\.turn_returns gave \(1\.0, inf\): it must give one finite number"),
+    ((1.0, "much"), r"^rollout 20: Own\.turn_returns raised ValueError: could not convert string to float: 'much'"),
+    ((1.0, None), r"^rollout 20: Own\.turn_returns raised TypeError: float\(\) argument must be"),
+])  # fmt: skip
+async def test_returns_of_an_own_algorithm_that_are_not_numbers_are_named(returns: Any, said: str):
+    class Own(GRPO):
+        def turn_returns(self, rewards: Sequence[float]) -> Sequence[float]:
+            return returns
+
+    with pytest.raises(AlgorithmRaised, match=said):
+        Recipe(Own(), group_size=3, max_tokens=10).shape_reward((await play_three())[0])
+
+
+async def test_an_algorithm_that_compares_turns_of_some_rollouts_only_is_refused():
+    class Own(GRPO):
+        def turn_returns(self, rewards: Sequence[float]) -> Sequence[float] | None:
+            return rewards if len(rewards) > 1 else None
+
+    with pytest.raises(BatchUnusable, match=r"Own\.turn_returns gave None for some rollouts and numbers for others"):
+        cut(await play_three(), Recipe(Own(), group_size=3, max_tokens=10))
+
+
+async def test_wrong_advantages_of_turns_are_counted_in_turns():
+    class Short(GRPO):
+        def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
+            return rewards[:3]
+
+    with pytest.raises(BatchUnusable, match="one number for each of the 5 turns"):
+        cut(await play_three(), Recipe(Short(credit="turn"), group_size=3, max_tokens=10))
+    with pytest.raises(BatchUnusable, match=r"the returns of turns of its batch, from -0\.5 to 1, give advantages"):
+        cut(await play_three(), Recipe(Endless(credit="turn"), group_size=3, max_tokens=10))
+
+
+class Endless(GRPO):
+    def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
+        return np.full(len(rewards), np.inf)
+
+
+async def test_a_lone_turn_of_a_range_has_the_digits_of_the_whole_rollout():
+    """0.24 in [-1, 2.4]: the share of the turn and what is missing of the whole are an ulp off when added."""
+    rewards = RewardRanges({"countdown": (-1.0, 2.4)}, normalize=True)
+    rollout = await play(20, 2, (0.24,), ([71, 72, 1],))
+    Recipe(RLOO(credit="turn"), 3, max_tokens=10, rewards=rewards).shape_reward(rollout)
+    assert rollout.turn_returns == (rollout.reward,) == (1.24 / 3.4,)
 
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"turn_rewards": (1.0,)}, "it has rewards of 1 turns, and turns=2"),
     ({"turn_rewards": (1.0, float("nan"))}, "the rewards of its turns are"),
+    ({"turn_rewards": (1e308, 1e308)}, r"the rewards of its turns are .*, and each must be a number within ±1e\+06"),
+    ({"turn_rewards": (1e7, 1 - 1e7)}, "each must be a number within"),
+    ({"turn_rewards": (0.5, 0.75)}, "the rewards of its turns add up to 1.25, and its reward is 1"),
     ({"branch_turns": msgspec.UNSET}, "it has rewards of 2 turns, and does not say which tokens are whose"),
     ({"branch_turns": (((0, 2), (0, 2)),)}, "its branches do not have each of its 2 turns once"),
     ({"branch_turns": (((0, 2), (2, 2)),)}, "its branches do not have each of its 2 turns once"),
     ({"branch_turns": (((0, 1), (1, 2)),)}, r"its turns have \[\[1, 2\]\] tokens, and its branches \[4\] sampled ones"),
     ({"branch_turns": (((0, 4), (1, 0)),)}, r"its turns have \[\[4, 0\]\] tokens"),
     ({"branch_turns": (((0, 2),), ((1, 2),))}, r"its turns have \[\[2\], \[2\]\] tokens, and its branches \[4\]"),
-    ({"turns": 0}, "turns=0, and it has tokens"),
+    ({"turns": 2**62, "turn_rewards": msgspec.UNSET}, f"its branches do not have each of its {2**62} turns once"),
+    ({"turns": 0, "turn_rewards": msgspec.UNSET}, "turns=0, and it has tokens"),
 ])  # fmt: skip
 async def test_turns_that_contradict_the_tokens_are_refused(changes: dict[str, object], said: str):
     good = await play(20, 2, (0.5, 0.5), ([71, 1], [73, 1]))
@@ -223,3 +279,14 @@ async def test_turns_that_contradict_the_tokens_are_refused(changes: dict[str, o
     wrong = msgspec.structs.replace(good.result, **changes)
     with pytest.raises(UnusableRollout, match=said):
         Rollout(good.order).score(wrong, branch.arrays, newest=100)
+
+
+async def test_rewards_by_turn_of_an_answer_without_tokens_are_checked_too():
+    """As of an eval through a server that tells no tokens; its rows are read by charts."""
+    good = await play(20, 2, (0.5, 0.5), ([71, 1], [73, 1]))
+    none = msgspec.structs.replace(good.result, branch_lengths=(), branch_turns=(), completion_tokens=0)
+    rollout = Rollout(msgspec.structs.replace(good.order, eval=True))
+    rollout.score(none, (), newest=100)
+    wrong = msgspec.structs.replace(none, turn_rewards=(0.5, float("inf")))
+    with pytest.raises(UnusableRollout, match="the rewards of its turns are"):
+        Rollout(rollout.order).score(wrong, (), newest=100)

@@ -44,10 +44,12 @@ class Sample:
     arrays: tuple[np.ndarray, ...] = ()
     seq: int = 0
     answers: int = 0
+    variant: str = ""
+    """Which form of the message, where its optional fields are sent."""
 
     @property
     def name(self) -> str:
-        return type(self.body).__name__
+        return type(self.body).__name__ + (f"-{self.variant}" if self.variant else "")
 
     def frames(self) -> list[bytes]:
         return encode(self.body, self.seq, self.answers, RawArrays.of(self.arrays))
@@ -105,6 +107,34 @@ SAMPLES = (
         2,
         1,
     ),
+    Sample(
+        m.RolloutResult(
+            11,
+            0,
+            0.5,
+            {},
+            (4, 2),
+            1,
+            3,
+            3,
+            "stop",
+            0.7,
+            "2+2?",
+            "4",
+            ("4",),
+            10,
+            20,
+            30,
+            (),
+            "",
+            (0.75, 0.0, -0.25),
+            (((0, 1), (1, 1)), ((2, 1),)),
+        ),
+        trajectory(6),
+        2,
+        1,
+        "turns",
+    ),
     Sample(m.RolloutError(11, 0, "the sandbox did not start", "infrastructure"), (), 3, 1),
     Sample(m.Generate("11.0.1", 11, 0, 1, SAMPLING, -1, "5ec2e7"), (np.array([1, 2, 3], np.int32),), 4),
     Sample(m.Abort("11.0.1")),
@@ -124,6 +154,16 @@ SAMPLES = (
         ),
         trajectory(7),
         8,
+    ),
+    Sample(
+        m.TrainStep(
+            1,
+            (TrainItem(11, 3, 0, 4, 0.25, 2, 0.7, turns=((1, 1.0), (1, -0.5))), TrainItem(12, 4, 1, 3, 0.5, 1, 1.0)),
+            (Denominators(3, 2, 2),),
+        ),
+        trajectory(7),
+        8,
+        variant="turns",
     ),
     Sample(m.StepReport(1, {"loss": 0.25}, {"forward": 1.5}), (), 5, 8),
     Sample(m.PublishWeights(1), seq=10),

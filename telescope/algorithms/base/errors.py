@@ -25,7 +25,8 @@ def named(algorithm: object, method: str, when: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         place = ""
-        for frame, line in traceback.walk_tb(error.__traceback__):
+        own = error.__traceback__  # this function's, which has `algorithm` first too
+        for frame, line in traceback.walk_tb(own.tb_next if own else None):
             code = frame.f_code
             if code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is algorithm:
                 method, place = code.co_name, f" ({Path(code.co_filename).name}, line {line})"

@@ -17,7 +17,7 @@ class PackedRow:
     old: Tensor | None  # [T] the same before the first update of the step; None = current, detached
     rollout: Tensor  # [T] float32 sampling log-prob
     mask: Tensor  # [T] bool, True where the policy sampled the token
-    advantages: Tensor  # [T] float32, constant over a rollout, or over each of its turns (algorithm.credit)
+    advantages: Tensor  # [T] float32, of the rollout, or of its turns at sampled tokens and 0 at others
     segments: Tensor  # [T] int64 index of the trajectory within the row, 0..S-1; filler has its own last segment
     sequence_tokens: Tensor  # [S] float32 trained tokens of the whole rollout each segment belongs to (n_i)
     entropy: Tensor | None  # [T] float32, detached unless `Algorithm.trains_entropy`

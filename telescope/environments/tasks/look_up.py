@@ -106,6 +106,7 @@ class LookUp(ToolEnvironment):
 
     def credit_calls(self, total: float, found: Sequence[bool]) -> tuple[float, ...]:
         """Rewards by turn, `call_credit` for the answer whose call succeeds: with 0.5 a right answer after it is (0.5, 0.5),
-        a wrong one (0.5, -0.5). A difference of potentials, which changes no total (Ng, Harada and Russell, 1999)."""
+        a wrong one (0.5, -0.5). A difference of potentials (Ng, Harada and Russell, 1999) without a discount: it changes no
+        total, but which policy is best where `algorithm.turn_discount` is below 1."""
         earned = [self.call_credit * told for told in found[:-1]]
         return tuple(after - before for before, after in zip((0.0, *earned), (*earned, total), strict=True))
