@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from telescope.cli import eval as command
 from telescope.cli.completion import candidates
 from telescope.cli.eval_compare import PromptScore, compare, pair_prompts
-from telescope.cli.eval_jobs import EvalJob, EvalRefused, digest_evals, list_jobs
+from telescope.cli.eval_jobs import EvalJob, EvalRefused, describe_key, digest_evals, list_jobs
 from telescope.cli.resume import WrongOverride
 from telescope.config.evals import list_setup
 from telescope.config.run import RunConfig, dump_run, load_run
@@ -149,6 +150,67 @@ def test_a_model_needs_an_eval_and_a_url_a_model(tmp_path: Path):
     assert job.config.inference.remote is not None
     assert (job.config.inference.remote.model, job.config.inference.remote.api_key) == ("some/model", None)
     assert job.folder.name.startswith("127.0.0.1-1-some-model-")
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("http://user:geheim123@host/v1", "must hold no user name and no password: --key-env"),
+        ("https://geheim123@host/v1", "must hold no user name and no password: --key-env"),
+        ("https://host/v1?key=geheim123", "must end with its path"),
+        ("https:///v1", "names no host"),
+    ],
+)
+def test_an_address_holds_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, sentence: str):
+    assert command.main([url, "--model", "m", "--to", str(tmp_path / "out"), "evals.countdown={}"]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "geheim123" not in said
+    assert not (tmp_path / "out").exists()
+    found, problems = validate(
+        {
+            **{name: value for name, value in FAKE.items() if name != "checkpoint"},
+            "cluster": {"trainer_num_workers": 0},
+            "evals": {"countdown": {}},
+            "number_of_steps": 0,
+            "inference": {"engine": "remote", "remote": {"url": url, "model": "m"}},
+        }
+    )
+    assert found is None
+    (problem,) = problems
+    assert f"inference.remote.url {sentence}" in problem.sentence
+    assert "geheim123" not in problem.sentence
+
+
+def test_a_key_goes_where_it_is_meant_to(monkeypatch: pytest.MonkeyPatch):
+    def key_of(url: str, key_env: str | None = None) -> tuple[str | None, str]:
+        (job,) = list_jobs(url, asked(model="m", key_env=key_env), ("evals.countdown={}",))
+        assert job.config.inference.remote is not None
+        return job.config.inference.remote.api_key, describe_key(job.config.inference.remote, os.environ)
+
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert key_of("https://host/v1") == (None, "")
+    with pytest.raises(WrongOverride, match="--key-env TYPO: that variable is not set"):
+        key_of("https://host/v1", "TYPO")
+    with pytest.raises(WrongOverride, match="and not the key itself") as refused:
+        key_of("https://host/v1", "sk-9f8e7d")
+    assert "sk-9f8e7d" not in str(refused.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "k-9f8e7d6c5b")
+    reference = "${oc.env:OPENAI_API_KEY}"
+    assert key_of("https://host:1/v1") == (reference, "The key in OPENAI_API_KEY is sent to host:1.")
+    assert key_of("http://127.0.0.1:1/v1")[0] == reference
+    unsent, said = key_of("http://host/v1")
+    assert unsent is None
+    assert "OPENAI_API_KEY is not sent in plain text" in said
+    sent, said = key_of("http://host/v1", "OPENAI_API_KEY")
+    assert sent == reference
+    assert "in plain text: who sees the network can read it" in said
+
+
+def test_failed_samples_are_told_beside_the_table():
+    row = {"target": "http://h/v1", "eval": "m", "failed": 7, "scored": 17, "reward_scored": 1.0, "run_dir": "runs/x"}
+    assert "7 samples of m failed" in command._describe_failed(row)
+    assert "1.000 is the mean of the 17 others" in command._describe_failed(row)
 
 
 def test_its_key_is_a_reference(monkeypatch: pytest.MonkeyPatch):
