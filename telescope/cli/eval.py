@@ -136,9 +136,9 @@ def _play(job: EvalJob) -> int:
     said = tuple(filter(None, (describe_shared_gpus(plan) if plan else "",)))
     now = datetime.now().astimezone()
     order = RunOrder(config, plan, standing, said, tuple(job.arguments), now, program="telescope eval")
+    say(f"{job.label}: in {job.folder}")
     if config.inference.remote is not None and (key := describe_key(config.inference.remote, os.environ)):
         say(key)
-    say(f"{job.label}: in {job.folder}")
     with open(os.devnull, "w", encoding="utf-8") as unseen, contextlib.redirect_stdout(unseen):
         code = run_one(order)  # the table alone is this command's output
     if code == OK:
