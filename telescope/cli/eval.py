@@ -74,6 +74,9 @@ def main(arguments: Sequence[str]) -> int:
     except EvalRefused as error:
         say(f"telescope eval: {error}")
         code = FAILED
+    for row in rows:
+        if row.get("failed") and row.get("scored"):
+            say(_describe_failed(row))
     if asked.json:
         sys.stdout.writelines(json.dumps(row) + "\n" for row in rows)
     elif rows:
@@ -95,9 +98,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", metavar="NAME", help="of a URL: the model that the server is asked for")
     parser.add_argument(
         "--key-env",
-        default="OPENAI_API_KEY",
         metavar="VARIABLE",
-        help="of a URL: holds its key, if set (default: OPENAI_API_KEY)",
+        help="of a URL: holds its key (default: OPENAI_API_KEY, if set)",
     )
     parser.add_argument("--to", type=Path, metavar="DIR", help="of a model or a URL: where results lie (default: runs/evals/…)")
     parser.add_argument("-cd", "--config-dir", metavar="DIR", help="a folder with your own presets and plug-ins")
@@ -115,7 +117,7 @@ def _is_override(given: str) -> bool:
 def _play(job: EvalJob) -> int:
     """The exit code of the run that plays it; 0 where it was played before."""
     from telescope._launch.process_plan import PlanError, describe_shared_gpus
-    from telescope.cli.eval_jobs import EvalRefused
+    from telescope.cli.eval_jobs import EvalRefused, describe_key
     from telescope.cli.start import RunOrder, find_absent, find_obstacles, make_plan_here, run_one, say
     from telescope.config.models import hub_problem
     from telescope.runlog import opening
@@ -135,6 +137,8 @@ def _play(job: EvalJob) -> int:
     now = datetime.now().astimezone()
     order = RunOrder(config, plan, standing, said, tuple(job.arguments), now, program="telescope eval")
     say(f"{job.label}: in {job.folder}")
+    if config.inference.remote is not None and (key := describe_key(config.inference.remote, os.environ)):
+        say(key)
     with open(os.devnull, "w", encoding="utf-8") as unseen, contextlib.redirect_stdout(unseen):
         code = run_one(order)  # the table alone is this command's output
     if code == OK:
@@ -155,6 +159,16 @@ def _read_rows(job: EvalJob) -> Iterator[dict[str, Any]]:
 
 
 # ---- telling
+
+
+def _describe_failed(row: dict[str, Any]) -> str:
+    scored = (
+        "" if row.get("reward_scored") is None else f"; {row['reward_scored']:.3f} is the mean of the {row['scored']} others"
+    )
+    return (
+        f"{row['target']}: {row['failed']} samples of {row['eval']} failed, and count as not passed and with the lowest "
+        f"reward{scored}. The logs in {row['run_dir']} say why"
+    )
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> list[str]:

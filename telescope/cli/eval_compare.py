@@ -1,8 +1,8 @@
 """`telescope eval compare A B`: two results of one eval, prompt by prompt.
 
 A result is `RUN_DIR` (its latest step that was evaluated), `RUN_DIR@STEP`, or a folder that `telescope eval` has written.
-Prompts are the same where their texts are; under two chat templates, where place and answer are. Reads run directories, and
-changes nothing in them.
+How each was played stands in its row: the settings of a run may have changed since. Prompts are the same where their texts
+are; under two chat templates, where place and answer are. Reads run directories, and changes nothing in them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.cli.arguments import from_zero
-from telescope.config.evals import Eval, list_sampling
+from telescope.config.evals import Eval, list_setup
 from telescope.config.run import RunConfig
 from telescope.maths.paired import PairedDifference, compare_paired, exact_sign_test
 from telescope.maths.summaries import mean
@@ -29,6 +29,7 @@ from telescope.runlog.reader import rows
 
 OK, FAILED, USAGE = 0, 1, 2
 AT = re.compile(r"(.+)@(\d+)")
+TEXT = "text"
 SHOWN = 60
 """Characters of a prompt."""
 
@@ -63,17 +64,25 @@ class EvalResult:
     prompts: tuple[PromptScore, ...]
 
     @property
-    def sampling(self) -> Mapping[str, Any]:
-        one = next(one for one in self.config.active_evals if one.name == self.name)
-        entry = self.config.played[one.label]
-        return list_sampling(one, entry, self.config.rollout, self.config.inference.max_model_len)
+    def has_setup(self) -> bool:
+        """Rows of earlier versions do not say how they were played."""
+        return bool(self.row.get("setup"))
+
+    @property
+    def setup(self) -> Mapping[str, Any]:
+        if self.has_setup:
+            found: Mapping[str, Any] = self.row["setup"]
+            return found
+        config = self.config
+        one = next(one for one in config.active_evals if one.name == self.name)
+        return list_setup(one, config.played[one.label], config.rollout, config.inference, config.model)
 
 
 def compare(arguments: Sequence[str]) -> int:
     """0; 1 where two results can't be compared, 2 on wrong usage."""
     asked = _parser().parse_args(list(arguments))
     try:
-        first, second = _find(asked.first), _find(asked.second)
+        first, second = (_find(given, asked.eval, asked.own) for given in (asked.first, asked.second))
         names = [name for name in first if name in second] if asked.eval is None else [asked.eval]
         if not names:
             raise NotComparable(
@@ -101,7 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--changed", type=from_zero, default=10, metavar="N", help="show so many prompts that changed (default: 10)"
     )
-    parser.add_argument("--other-sampling", action="store_true", help="compare though the two were sampled differently")
+    parser.add_argument("--own", action="store_true", help="of a run directory its own evals alone, and none of telescope eval")
+    parser.add_argument("--other-sampling", action="store_true", help="compare though the two were played differently")
     parser.add_argument("--json", action="store_true", help="print a JSON object an eval, with each prompt in it")
     return parser
 
@@ -161,8 +171,9 @@ def _score_prompts(
     return tuple(found)
 
 
-def _find(given: str) -> dict[str, _Loader]:
-    """Complete evals by name, of the latest step or the one that is asked for. Raises `NotComparable` and `DamagedFile`."""
+def _find(given: str, name: str | None, own: bool) -> dict[str, _Loader]:
+    """Complete evals by name, or the one that is asked for, of the latest step or the one that is asked for; `own`: those that
+    the run has played itself. Raises `NotComparable` and `DamagedFile`."""
     at = AT.fullmatch(given) if not Path(given).exists() else None
     path, wanted = (Path(at[1]), int(at[2])) if at is not None else (Path(given), None)
     if not opening.is_run(path):
@@ -170,14 +181,8 @@ def _find(given: str) -> dict[str, _Loader]:
             f"{path} is not a run directory: name one, RUN_DIR@STEP, or a folder that telescope eval has written"
         )
     run = RunDirectory(path.absolute())
-    found = [_Loader(run, row) for row in rows(run, "evals") if row["state"] == "complete"]
-    own = {(one.row["eval"], one.row["step"]) for one in found}
-    for standalone in find_standalone(run):
-        found += [
-            _Loader(standalone.run, row)
-            for row in rows(standalone.run, "evals")
-            if row["state"] == "complete" and (row["eval"], row["step"]) not in own
-        ]
+    runs = [run] if own else [run, *(standalone.run for standalone in find_standalone(run))]
+    found = [_Loader(each, row) for each in runs for row in rows(each, "evals") if row["state"] == "complete"]
     steps = sorted({one.row["step"] for one in found})
     if not steps:
         raise NotComparable(f"{path} has no complete eval")
@@ -188,12 +193,16 @@ def _find(given: str) -> dict[str, _Loader]:
     for one in found:
         if one.row["step"] != step:
             continue
-        name = one.row["eval"]
-        if name in chosen and chosen[name].run != one.run:
-            raise NotComparable(
-                f"{path} has several results of {name} at step {step}: name one of the folders below {run.evals}"
+        other = chosen.get(one.row["eval"])
+        if other is not None and other.run != one.run and name in (None, one.row["eval"]):
+            remedy = (
+                "--own takes the first, and the folder's name the second" if other.run == run else "name one of these folders"
             )
-        chosen[name] = one
+            raise NotComparable(
+                f"{path} has several results of {one.row['eval']} at step {step}, in {other.run.path} and in {one.run.path}: "
+                f"{remedy}"
+            )
+        chosen[one.row["eval"]] = one
     return chosen
 
 
@@ -204,12 +213,16 @@ def _compare(first: EvalResult, second: EvalResult, other_sampling: bool) -> dic
     different = _list_differences(first, second)
     if different and not other_sampling:
         raise NotComparable(
-            f"{first.name} was sampled differently ({'; '.join(different)}): --other-sampling compares all the same, and the "
-            "difference is then of models and sampling together"
+            f"{first.name} was played differently ({'; '.join(different)}): --other-sampling compares all the same, and the "
+            "difference is then of models and settings together"
         )
     pairs, by = pair_prompts(first.prompts, second.prompts)
     if not pairs:
         raise NotComparable(f"{first.name}: the two results have no prompt in common")
+    if by != TEXT and any(first.setup[name] != second.setup[name] for name in ("environment", "kwargs")):
+        raise NotComparable(
+            f"{first.name} is of two environments ({'; '.join(different)}) whose prompts have no text in common"
+        )
     difference = compare_paired([one.reward for one, _ in pairs], [two.reward for _, two in pairs])
     return {
         "eval": first.name,
@@ -218,7 +231,8 @@ def _compare(first: EvalResult, second: EvalResult, other_sampling: bool) -> dic
         "prompts_first": len(first.prompts),
         "prompts_second": len(second.prompts),
         "paired_by": by,
-        "sampled_differently": different,
+        "played_differently": different,
+        "setup_of_present_settings": [one.where for one in (first, second) if not one.has_setup],
         "reward_first": mean([one.reward for one, _ in pairs]),
         "reward_second": mean([two.reward for _, two in pairs]),
         **{f"difference_{name}" if name != "prompts" else name: value for name, value in asdict(difference).items()},
@@ -252,11 +266,11 @@ def _compare_passes(first: EvalResult, second: EvalResult, pairs: Sequence[tuple
 
 
 def _list_differences(first: EvalResult, second: EvalResult) -> list[str]:
-    """How the two were sampled differently, e.g. `temperature 1.0 and 0.5`."""
-    one, two = dict(first.sampling), dict(second.sampling)
+    """How the two were played differently, e.g. `temperature 1.0 and 0.5`, as far as both are known."""
+    one, two = dict(first.setup), dict(second.setup)
     one["num_samples"], two["num_samples"] = first.row["samples"], second.row["samples"]
     one["pass_above"], two["pass_above"] = first.row["pass_above"], second.row["pass_above"]
-    return [f"{name} {one[name]} and {two[name]}" for name in one if one[name] != two[name]]
+    return [f"{name} {one[name]} and {two[name]}" for name in one if name in two and one[name] != two[name]]
 
 
 def pair_prompts(
@@ -264,19 +278,31 @@ def pair_prompts(
 ) -> tuple[list[tuple[PromptScore, PromptScore]], str]:
     """The prompts that both have, and by what they are the same: `text`, or, where no text is in common because chat templates
     differ, `place and answer`. A text that stands several times is paired in order. A prompt of which no sample was scored has
-    no text: it is paired by its place, where the others stand at the same ones."""
+    no text: it is paired by its place, where the others stand at the same ones. Where they moved, the prompts that are left are
+    paired with those without a text, if there are as many: all of these have the lowest reward, whichever is whose."""
     places: dict[str, list[PromptScore]] = {}
     for two in second:
         places.setdefault(two.text, []).append(two)
-    pairs, by = [(one, places[one.text].pop(0)) for one in first if one.text and places.get(one.text)], "text"
+    pairs, by = [(one, places[one.text].pop(0)) for one in first if one.text and places.get(one.text)], TEXT
     at = {two.index: two for two in second}
     if not pairs:
         known = [one for one in first if one.index in at and one.answers]
         pairs, by = [(one, at[one.index]) for one in known if one.answers == at[one.index].answers], "place and answer"
     if any(one.index != two.index for one, two in pairs):
-        return pairs, by
+        return sorted([*pairs, *_pair_left(first, second, pairs)], key=lambda pair: pair[0].index), by
     unscored = [one for one in first if one.index in at and not (one.text and at[one.index].text)]
     return sorted([*pairs, *((one, at[one.index]) for one in unscored)], key=lambda pair: pair[0].index), by
+
+
+def _pair_left(
+    first: Sequence[PromptScore], second: Sequence[PromptScore], pairs: Sequence[tuple[PromptScore, PromptScore]]
+) -> list[tuple[PromptScore, PromptScore]]:
+    """Prompts with a text on one side alone, with those without one on the other; none where the numbers do not fit."""
+    paired, found = {one.index for one, _ in pairs}, {two.index for _, two in pairs}
+    ones = sorted((one for one in first if one.index not in paired), key=lambda one: not one.text)
+    twos = sorted((two for two in second if two.index not in found), key=lambda two: bool(two.text))
+    fit = len(ones) == len(twos) and sum(bool(one.text) for one in ones) <= sum(not two.text for two in twos)
+    return list(zip(ones, twos, strict=True)) if fit else []
 
 
 # ---- telling
@@ -288,12 +314,16 @@ def _describe(found: Mapping[str, Any], changed: int) -> Iterator[str]:
     yield f"  B {found['reward_second']:.3f}  {found['second']}"
     total = max(found["prompts_first"], found["prompts_second"])
     some = f" of {total}" if found["prompts"] < total else ""
-    matched = " by place and answer, as their texts differ" if found["paired_by"] != "text" else ""
+    matched = " by place and answer, as their texts differ" if found["paired_by"] != TEXT else ""
     yield f"  {found['prompts']}{some} prompts are in both{matched}"
-    if found["sampled_differently"]:
-        yield f"  sampled differently: {'; '.join(found['sampled_differently'])}"
-    if found["difference_p"] is None:
-        yield f"  reward B − A {found['difference_mean']:+.4f}"
+    if found["played_differently"]:
+        yield f"  played differently: {'; '.join(found['played_differently'])}"
+    for where in found["setup_of_present_settings"]:
+        yield f"  {where} does not say how it was played: its run's present settings stand for it"
+    if found["difference_low"] is None:
+        same = found["difference_error"] == 0 and found["difference_mean"] != 0
+        spread = ", the same of each prompt: without a spread there is no p" if same else ""
+        yield f"  reward B − A {found['difference_mean']:+.4f}{spread}"
     else:
         yield (
             f"  reward B − A {found['difference_mean']:+.4f} ± {found['difference_error']:.4f}, 95 % "

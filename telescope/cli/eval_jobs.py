@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from telescope.cli.resume import WrongOverride, put_setting, read_changes
 from telescope.config.evals import EvalEntry, digest_sampling
 from telescope.config.run import RunConfig, as_json
+from telescope.config.secrets import make_reference, parse_reference
+from telescope.config.sections import RemoteServer, find_url_mistake, is_loopback
 from telescope.config.validate import validate
 from telescope.config.words import ConfigError
 from telescope.runlog import checkpoints, opening
@@ -30,6 +33,7 @@ from telescope.runlog.reader import rows
 
 STEPS = re.compile(r"\d+(,\d+)*")
 EVALS = re.compile(r"\+{0,2}evals\.([A-Za-z0-9_-]+)(\.(\w+(?:\.\w+)*))?=.*", re.DOTALL)
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Tell = Callable[[str], None]
 
 
@@ -293,12 +297,46 @@ def digest_evals(config: RunConfig, model: str = "") -> str:
 # ---- a URL
 
 
+KEY = "OPENAI_API_KEY"
+"""Holds the key where --key-env does not say."""
+
+
+def describe_key(remote: RemoteServer, environ: Mapping[str, str]) -> str:
+    """Which key goes where, for the one who gave the command; empty where none is set."""
+    name, plain = parse_reference(remote.api_key), _is_plain(remote.url)
+    if name is not None:
+        exposed = " in plain text: who sees the network can read it" if plain else ""
+        return f"The key in {name} is sent to {urlsplit(remote.url).netloc}{exposed}."
+    if environ.get(KEY) and plain:
+        return f"{KEY} is not sent in plain text to another machine: --key-env {KEY} sends it all the same."
+    return ""
+
+
+def _is_plain(url: str) -> bool:
+    """Whether what is sent there can be read on the way."""
+    address = urlsplit(url)
+    return address.scheme == "http" and not is_loopback(address.hostname or "")
+
+
+def _choose_key(target: str, key_env: str | None) -> str | None:
+    """The variable. Raises `WrongOverride` for one that is named and not set."""
+    if key_env is None:
+        return KEY if os.environ.get(KEY) and not _is_plain(target) else None
+    if not VARIABLE.fullmatch(key_env):
+        raise WrongOverride("--key-env takes the name of an environment variable, and not the key itself")
+    if not os.environ.get(key_env):
+        raise WrongOverride(f"--key-env {key_env}: that variable is not set; export it, or leave --key-env out")
+    return key_env
+
+
 def _make_url_job(target: str, asked: argparse.Namespace, overrides: Sequence[str]) -> EvalJob:
+    if mistake := find_url_mistake(target):
+        raise WrongOverride(f"the URL {mistake}")
     if asked.model is None:
         raise WrongOverride(f"{target} serves models: --model NAME says which one is asked for")
     remote = ["inference.engine=remote", f'+inference.remote={{url:"{target}",model:"{asked.model}"}}']
-    if os.environ.get(asked.key_env):
-        remote.append(f"+inference.remote.api_key=${{oc.env:{asked.key_env}}}")
+    if (key := _choose_key(target, asked.key_env)) is not None:
+        remote.append(f"+inference.remote.api_key={make_reference(key)}")
     fixed = ["model=tiny", "cluster.device=cpu", "cluster.inference_num_workers=1"]
     fixed += ["rollout.group_size=1", "rollout.retry_backoff_s=1"]
     config = _compose([*fixed, *remote, *overrides], asked)

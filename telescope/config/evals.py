@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from telescope.config.sections import EnvironmentEntry, RolloutSettings
+from telescope.config.sections import EnvironmentEntry, InferenceSettings, ModelSettings, RolloutSettings
 from telescope.settings import Settings
 
 SHARED = (
@@ -169,8 +169,7 @@ def find_server_mistakes(
 
 def digest_sampling(one: Eval, entry: EnvironmentEntry, rollout: RolloutSettings, max_model_len: int) -> str:
     """16 hexadecimal digits over `list_sampling`."""
-    used = list_sampling(one, entry, rollout, max_model_len)
-    return hashlib.blake2b(json.dumps(used, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return _digest(list_sampling(one, entry, rollout, max_model_len))
 
 
 def list_sampling(one: Eval, entry: EnvironmentEntry, rollout: RolloutSettings, max_model_len: int) -> dict[str, Any]:
@@ -185,6 +184,25 @@ def list_sampling(one: Eval, entry: EnvironmentEntry, rollout: RolloutSettings, 
         "stop": rollout.stop,
         "max_model_len": max_model_len,
     }
+
+
+def list_setup(
+    one: Eval, entry: EnvironmentEntry, rollout: RolloutSettings, inference: InferenceSettings, model: ModelSettings
+) -> dict[str, Any]:
+    """What an eval's row says of how it was played: two results are of one kind where these are equal. Plain JSON; of what may
+    be long, 16 hexadecimal digits. `entry`: of the environment that it plays. The run's seed is not in it: it is noise of the
+    answers, as two runs to be compared have. Of a server of somebody else's, what it does not tell is left out."""
+    setup = list_sampling(one, entry, rollout, inference.max_model_len)
+    setup = {"environment": entry.name, "kwargs": _digest(entry.kwargs), **setup, "stop": list(rollout.stop)}
+    if inference.remote is not None:
+        del setup["max_model_len"]
+        return setup
+    template = None if model.chat_template is None else _digest(model.chat_template)
+    return {**setup, "dtype": inference.dtype, "chat_template": template, "enable_thinking": model.enable_thinking}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _first(*values: float | None) -> float | None:

@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -263,6 +264,23 @@ def is_loopback(host: str | None) -> bool:
     return host is None or host in ("localhost", "::1") or host.startswith("127.")
 
 
+def find_url_mistake(url: str) -> str:
+    """What can't stand in the address of a server, as the end of a sentence that does not show it; empty for none."""
+    try:
+        address = urlsplit(url)
+    except ValueError:
+        return "is not an address: what stands within [] is not an IPv6 one"
+    if "@" in address.netloc:  # it would be written down with the settings
+        return (
+            "must hold no user name and no password: --key-env names the variable that holds a key (inference.remote.api_key)"
+        )
+    if not address.hostname:
+        return "names no host: give one such as http://host:8000/v1"
+    if address.query or address.fragment:  # keys, as some have them
+        return "must end with its path: nothing behind ? or # has a place in it"
+    return ""
+
+
 class RemoteServer(Settings):
     """An OpenAI-compatible server of somebody else's, which evals play against."""
 
@@ -274,6 +292,13 @@ class RemoteServer(Settings):
     """Sent as a bearer token, as a reference: `'${oc.env:OPENAI_API_KEY}'`; null: none."""
     send_seed: bool = True
     """Send each answer's seed, which most servers take; false: for those that refuse it."""
+
+    @field_validator("url")
+    @classmethod
+    def _url_is_an_address_alone(cls, url: str) -> str:
+        if mistake := find_url_mistake(url):
+            raise ValueError(f"inference.remote.url {mistake}")
+        return url
 
     @field_validator("api_key")
     @classmethod

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from telescope.maths.evals import interval, standard_error
 
+_ROUNDING = 1e-12
+"""Of the largest reward: differences of so much are none."""
 _TINY = 1e-300
 _CLOSE = 1e-15
 _TERMS = 10_000
@@ -18,7 +20,10 @@ _TERMS = 10_000
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Of the second less the first. `error`, `low`, `high` (the 95 % interval) and `p` are None for fewer than two prompts."""
+    """Of the second less the first. `error`, `low`, `high` (the 95 % interval) and `p` are None for fewer than two prompts.
+
+    Where all prompts differ by the same, the error is 0 and says nothing of other prompts: there is no interval, and no p
+    unless they are alike."""
 
     prompts: int
     mean: float
@@ -39,9 +44,12 @@ def compare_paired(first: Sequence[float], second: Sequence[float]) -> PairedDif
     error = standard_error(differences)
     if error is None:
         return PairedDifference(count, mean, None, None, None, None)
+    size = max(map(abs, (*first, *second)))
+    if max(differences) - min(differences) <= _ROUNDING * size:
+        alike = abs(mean) <= _ROUNDING * size
+        return PairedDifference(count, 0.0 if alike else mean, 0.0, None, None, 1.0 if alike else None)
     low, high = interval(mean, error, count)
-    p = two_sided_t(mean / error, count - 1) if error > 0 else float(mean == 0)
-    return PairedDifference(count, mean, error, low, high, p)
+    return PairedDifference(count, mean, error, low, high, two_sided_t(mean / error, count - 1))
 
 
 def two_sided_t(value: float, freedom: int) -> float:

@@ -8,7 +8,7 @@ ones alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -63,11 +63,12 @@ class EvalProgress(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class EvalScoring:
-    """How an eval is scored. `reward_min`: of its environment, where that is known."""
+    """How an eval is scored. `reward_min`: of its environment, where that is known. `setup`: how it is played, for its row."""
 
     pass_at_k: tuple[int, ...]
     pass_above: float
     reward_min: float | None = None
+    setup: Mapping[str, Any] = field(default_factory=dict)
 
 
 class EvalTally:
@@ -119,7 +120,8 @@ class EvalTally:
         row |= {"prompts": progress.prompts, "samples": progress.samples, "scored": len(progress.scores)}
         if state != "complete":
             return row
-        return row | measure(progress, self._measures[name])
+        rules = self._measures[name]
+        return row | measure(progress, rules) | {"setup": dict(rules.setup)}
 
 
 def measure(progress: EvalProgress, rules: EvalScoring) -> dict[str, Any]:

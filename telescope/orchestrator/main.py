@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from telescope.config.evals import Eval, digest_sampling
+from telescope.config.evals import Eval, digest_sampling, list_setup
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing, redacted
@@ -141,7 +141,8 @@ def _make_eval_rules(config: RunConfig, one: Eval) -> EvalRules:
 
 
 def _make_eval_scoring(config: RunConfig, one: Eval) -> EvalScoring:
-    return EvalScoring(one.pass_at_k, one.pass_above, config.reward_min(one.label))
+    setup = list_setup(one, config.played[one.label], config.rollout, config.inference, config.model)
+    return EvalScoring(one.pass_at_k, one.pass_above, config.reward_min(one.label), setup)
 
 
 def _rules_of(curriculum: CurriculumSettings) -> PassRateRules:

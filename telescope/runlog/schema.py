@@ -87,6 +87,7 @@ STREAMS: dict[str, Stream] = {
                 "reward_high": "float",
                 "reward_scored": "float",  # mean over the scored samples alone
                 "pass_above": "float",  # the reward above which a sample passes
+                "setup": "json",  # environment, sampling and the like, by which two results are told to be of one kind
                 "pass_at": "json",  # k: pass@k
                 "pass_all": "json",  # k: pass^k
                 "metrics": "json",  # means over the scored samples

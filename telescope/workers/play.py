@@ -86,7 +86,7 @@ def _open_chat(
     turns: TurnSampler, prompts: PromptCache, limits: PlayLimits, closed: Callable[[], None], remote: ChatCompletions | None
 ) -> PlayedChat:
     if remote is not None:
-        return TextChat(remote, turns.make_sampling, closed)
+        return TextChat(remote, turns.make_sampling, closed, limits.timeout_s)
     assert prompts.template is not None, "without a remote server prompts become tokens here"
     return TokenChat(prompts.template, turns, limits.max_prompt_tokens, closed, max_tokens=limits.max_tokens)
 
@@ -148,7 +148,7 @@ async def play(
         raise
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too; it is counted by its cause
         if clock.expired():
-            return make_error(order, _describe_timeout(turns, limits)), ()
+            return make_error(order, _describe_timeout(turns, chat, limits)), ()
         return make_error(order, _find_cause(loaded.place, error, chat), _find_kind(error, chat), loaded.secrets), ()
 
 
@@ -168,8 +168,9 @@ async def _score(environment: Environment, prompt: Prompt, chat: PlayedChat) -> 
             os._exit(0)
 
 
-def _describe_timeout(turns: TurnSampler, limits: PlayLimits) -> str:
-    where = "waiting for the policy's answer" if turns.waiting else "in the environment's own code"
+def _describe_timeout(turns: TurnSampler, chat: PlayedChat, limits: PlayLimits) -> str:
+    asking = turns.waiting or isinstance(chat.failure, asyncio.CancelledError)
+    where = "waiting for the policy's answer" if asking else "in the environment's own code"
     return f"rollout.timeout_s={limits.timeout_s:g} ran out {where}"
 
 

@@ -221,6 +221,8 @@ class WorkerService:
                 body, arrays = await play(
                     order, loaded, self._prompts, self._limits, self._generate, self._end_generation, self._remote
                 )
+                if self._remote is not None and self._remote.refusal:
+                    raise WorkerHopeless(self._remote.refusal)  # no other order would fare better
         except asyncio.CancelledError:
             reason = self._rollouts[order.rollout_id, order.attempt].cancelled
             if reason is None and self._leaving:  # the link's Goodbye answers for all

@@ -1,19 +1,24 @@
 """A dialogue with a model that somebody else serves: chat completions over HTTP, text in and text out.
 
 What the server does not tell stays unknown: token ids, log-probs and weight versions. Nothing of such a rollout can be trained
-on; evals alone play it. Refuses to know the environment, and to try again: whoever ordered the rollout does.
+on; evals alone play it. A server that turns a request away for now (429, 503) is asked again while the rollout has time; of
+other failures whoever ordered the rollout tries again. Refuses to know the environment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
 
-from telescope.config.secrets import reveal
+from telescope.config.secrets import parse_reference, reveal
 from telescope.config.sections import RemoteServer
 from telescope.environments.answer_parsers import Answer
 from telescope.environments.base import ToolSchema, Turn
@@ -27,6 +32,13 @@ CAUSE_CHARACTERS = 500
 UNLIMITED = 1 << 30
 """Tokens left in a context whose size nobody tells."""
 CONNECT_S = 30.0
+BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
+"""The request is turned away for now, and is none the worse for it."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+"""Before asking a busy server again that does not say when; doubled each time."""
+REFUSED_LIMIT = (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
+LIMIT, OTHER_LIMIT = "max_tokens", "max_completion_tokens"
+"""What servers call the most tokens of an answer: all but a few take the first."""
 
 
 class RemoteFailed(ChatError):
@@ -37,7 +49,12 @@ class ChatCompletions:
     """The client of one worker. `timeout_s`: of one answer. Raises `SecretMissing`."""
 
     def __init__(self, server: RemoteServer, timeout_s: float) -> None:
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every request
         self._server = server
+        self._limit_name = LIMIT
+        self._has_answered = False
+        self.refusal = ""
+        """Why the server takes no request with this key; empty as long as it does."""
         key: str | None = reveal(server.api_key)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
@@ -48,15 +65,35 @@ class ChatCompletions:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def ask(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> tuple[str, FinishReason, int, int]:
-        """(text, why it ended, prompt tokens, completion tokens); 0 tokens where the server does not count them. Raises
-        `RemoteFailed`."""
+    async def ask(
+        self, messages: Sequence[Mapping[str, Any]], sampling: Sampling, deadline: float = math.inf
+    ) -> tuple[str, FinishReason, int, int]:
+        """(text, why it ended, prompt tokens, completion tokens); 0 tokens where the server does not count them. A busy server
+        is asked again up to `deadline`, of `time.monotonic`. Raises `RemoteFailed`."""
         url = f"{self._server.url.rstrip('/')}/chat/completions"
+        body = self._make_body(messages, sampling)
+        answer, wait_s = await self._post(url, body), FIRST_WAIT_S
+        while answer.status_code in BUSY:
+            pause_s, wait_s = _read_retry_after(answer) or wait_s, min(2 * wait_s, LONGEST_WAIT_S)
+            if time.monotonic() + pause_s >= deadline:
+                raise RemoteFailed(
+                    f"{_describe_refusal(url, answer)} (the next try, in {pause_s:g} s, is beyond rollout.timeout_s: lower "
+                    "orchestrator.max_concurrent_prompts_per_server, or raise rollout.timeout_s)"
+                )
+            await asyncio.sleep(pause_s)
+            answer = await self._post(url, body)
+        if answer.status_code != httpx.codes.OK:
+            self._note_refusal(url, answer)
+            raise RemoteFailed(_describe_refusal(url, answer))
+        self._has_answered = True
+        return _read(url, answer)
+
+    def _make_body(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._server.model,
             "messages": list(messages),
             "temperature": sampling.temperature,
-            "max_tokens": sampling.max_tokens,
+            self._limit_name: sampling.max_tokens,
         }
         whole = Support()
         if sampling.top_p != whole.top_p:
@@ -65,26 +102,74 @@ class ChatCompletions:
             body["seed"] = sampling.seed % (1 << 31)
         if sampling.stop:
             body["stop"] = list(sampling.stop)
+        return body
+
+    async def _post(self, url: str, body: dict[str, Any]) -> httpx.Response:
+        """Where the server wants the limit under its other name, the body has that from then on, and so have later ones."""
         try:
             answer = await self._client.post(url, json=body)
+            if LIMIT in body and answer.status_code in REFUSED_LIMIT and OTHER_LIMIT in answer.text:
+                renamed = {OTHER_LIMIT if name == LIMIT else name: value for name, value in body.items()}
+                again = await self._client.post(url, json=renamed)
+                if again.status_code not in REFUSED_LIMIT:
+                    self._limit_name, answer = OTHER_LIMIT, again
+                    body[OTHER_LIMIT] = body.pop(LIMIT)
         except httpx.HTTPError as error:
             raise RemoteFailed(f"{url}: {str(error) or type(error).__name__}") from error
-        if answer.status_code != httpx.codes.OK:
-            raise RemoteFailed(f"{url} answered {answer.status_code}: {answer.text[:CAUSE_CHARACTERS]}")
-        return _read(url, answer)
+        return answer
+
+    def _note_refusal(self, url: str, answer: httpx.Response) -> None:
+        """401 is of the key; 403 too, unless others were answered: some servers refuse single requests with it."""
+        refused = answer.status_code == httpx.codes.UNAUTHORIZED
+        if refused or (answer.status_code == httpx.codes.FORBIDDEN and not self._has_answered):
+            name = parse_reference(self._server.api_key)
+            key = "no key was sent" if name is None else f"it does not take the key in {name}"
+            self.refusal = f"{_describe_refusal(url, answer)}: {key}; --key-env VARIABLE names what holds the right one"
+
+
+def _describe_refusal(url: str, answer: httpx.Response) -> str:
+    return f"{url} answered {answer.status_code}: {answer.text[:CAUSE_CHARACTERS]}"
+
+
+def _read_retry_after(answer: httpx.Response) -> float:
+    """Seconds until it may be asked again; 0 where it does not say, or says at once."""
+    said = answer.headers.get("Retry-After", "").strip()
+    try:
+        seconds = float(said)
+    except ValueError:
+        try:
+            seconds = (parsedate_to_datetime(said) - datetime.now(UTC)).total_seconds()
+        except (ValueError, TypeError):  # no date; one without its zone
+            return 0.0
+    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
 def _read(url: str, answer: httpx.Response) -> tuple[str, FinishReason, int, int]:
     try:
         body = answer.json()
         choice, usage = body["choices"][0], body.get("usage") or {}
-        text, reason = choice["message"].get("content") or "", choice.get("finish_reason")
+        text, reason = choice["message"].get("content"), choice.get("finish_reason")
         prompt, completion = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise RemoteFailed(f"{url}: its answer is not a chat completion: {answer.text[:CAUSE_CHARACTERS]}") from error
+    if text is None:
+        raise RemoteFailed(f"{url}: its answer has no text: {_explain_absence(choice['message'], reason)}")
     if not isinstance(text, str):
         raise RemoteFailed(f"{url}: the content of its answer is not text: {answer.text[:CAUSE_CHARACTERS]}")
     return text, "length" if reason == "length" else "stop", prompt, completion
+
+
+def _explain_absence(message: Mapping[str, Any], reason: object) -> str:
+    """Why the content is null."""
+    if reason == "content_filter":
+        return "its content filter took it (finish_reason content_filter)"
+    if message.get("tool_calls"):
+        return "it called tools, which nobody offered it; calls are read from the text"
+    if reason == "length":
+        return "its tokens were used up before it (finish_reason length): raise rollout.max_tokens, or let it think less"
+    if message.get("refusal"):
+        return f"it refuses: {str(message['refusal'])[:CAUSE_CHARACTERS]}"
+    return f"its content is null (finish_reason {reason})"
 
 
 MakeSampling = Callable[[int, int | None], Sampling]
@@ -94,8 +179,11 @@ MakeSampling = Callable[[int, int | None], Sampling]
 class _TextRecord:
     """What all dialogues of a rollout share."""
 
-    def __init__(self, server: ChatCompletions, make_sampling: MakeSampling, closed: Callable[[], None]) -> None:
+    def __init__(
+        self, server: ChatCompletions, make_sampling: MakeSampling, closed: Callable[[], None], timeout_s: float
+    ) -> None:
         self.server, self.make_sampling, self.tell_closed = server, make_sampling, closed
+        self.deadline = time.monotonic() + timeout_s
         self.asked = self.answers = self.completion_tokens = self.asking = 0
         self.opening_text, self.prompt_tokens = "", 0
         self.last: TextDialogue | None = None
@@ -160,7 +248,7 @@ class TextDialogue:
         record.asking += 1
         try:
             sampling = record.make_sampling(turn_number, max_tokens)
-            text, reason, prompt, completion = await record.server.ask([*self._history, *added], sampling)
+            text, reason, prompt, completion = await record.server.ask([*self._history, *added], sampling, record.deadline)
         except BaseException as error:
             if not (self._forgives_cancelling and isinstance(error, asyncio.CancelledError)):
                 record.failure = record.failure or error
@@ -191,10 +279,16 @@ class TextDialogue:
 
 
 class TextChat(TextDialogue):
-    """The `Chat` that an environment is given; `recording` and `failure` as of `TokenChat`."""
+    """The `Chat` that an environment is given; `recording` and `failure` as of `TokenChat`. `timeout_s`: of the rollout."""
 
-    def __init__(self, server: ChatCompletions, make_sampling: MakeSampling, closed: Callable[[], None] = lambda: None) -> None:
-        super().__init__(_TextRecord(server, make_sampling, closed))
+    def __init__(
+        self,
+        server: ChatCompletions,
+        make_sampling: MakeSampling,
+        closed: Callable[[], None] = lambda: None,
+        timeout_s: float = math.inf,
+    ) -> None:
+        super().__init__(_TextRecord(server, make_sampling, closed, timeout_s))
         self._dialogues: list[TextDialogue] = [self]
 
     @property

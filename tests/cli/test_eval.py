@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 from telescope.cli import eval as command
 from telescope.cli.completion import candidates
 from telescope.cli.eval_compare import PromptScore, compare, pair_prompts
-from telescope.cli.eval_jobs import EvalJob, EvalRefused, digest_evals, list_jobs
+from telescope.cli.eval_jobs import EvalJob, EvalRefused, describe_key, digest_evals, list_jobs
 from telescope.cli.resume import WrongOverride
+from telescope.config.evals import list_setup
 from telescope.config.run import RunConfig, dump_run, load_run
 from telescope.config.validate import validate
 from telescope.runlog.eval_rows import find_standalone, read_ended, read_eval_rows, standalone_folder
@@ -33,7 +35,7 @@ FAKE: dict[str, Any] = {
 
 
 def asked(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"steps": "last", "to": None, "model": None, "key_env": "NO_KEY", "config_dir": None, **given})
+    return argparse.Namespace(**{"steps": "last", "to": None, "model": None, "key_env": None, "config_dir": None, **given})
 
 
 def config(**changes: Any) -> RunConfig:
@@ -150,6 +152,67 @@ def test_a_model_needs_an_eval_and_a_url_a_model(tmp_path: Path):
     assert job.folder.name.startswith("127.0.0.1-1-some-model-")
 
 
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("http://user:geheim123@host/v1", "must hold no user name and no password: --key-env"),
+        ("https://geheim123@host/v1", "must hold no user name and no password: --key-env"),
+        ("https://host/v1?key=geheim123", "must end with its path"),
+        ("https:///v1", "names no host"),
+    ],
+)
+def test_an_address_holds_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, sentence: str):
+    assert command.main([url, "--model", "m", "--to", str(tmp_path / "out"), "evals.countdown={}"]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "geheim123" not in said
+    assert not (tmp_path / "out").exists()
+    found, problems = validate(
+        {
+            **{name: value for name, value in FAKE.items() if name != "checkpoint"},
+            "cluster": {"trainer_num_workers": 0},
+            "evals": {"countdown": {}},
+            "number_of_steps": 0,
+            "inference": {"engine": "remote", "remote": {"url": url, "model": "m"}},
+        }
+    )
+    assert found is None
+    (problem,) = problems
+    assert f"inference.remote.url {sentence}" in problem.sentence
+    assert "geheim123" not in problem.sentence
+
+
+def test_a_key_goes_where_it_is_meant_to(monkeypatch: pytest.MonkeyPatch):
+    def key_of(url: str, key_env: str | None = None) -> tuple[str | None, str]:
+        (job,) = list_jobs(url, asked(model="m", key_env=key_env), ("evals.countdown={}",))
+        assert job.config.inference.remote is not None
+        return job.config.inference.remote.api_key, describe_key(job.config.inference.remote, os.environ)
+
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert key_of("https://host/v1") == (None, "")
+    with pytest.raises(WrongOverride, match="--key-env TYPO: that variable is not set"):
+        key_of("https://host/v1", "TYPO")
+    with pytest.raises(WrongOverride, match="and not the key itself") as refused:
+        key_of("https://host/v1", "sk-9f8e7d")
+    assert "sk-9f8e7d" not in str(refused.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "k-9f8e7d6c5b")
+    reference = "${oc.env:OPENAI_API_KEY}"
+    assert key_of("https://host:1/v1") == (reference, "The key in OPENAI_API_KEY is sent to host:1.")
+    assert key_of("http://127.0.0.1:1/v1")[0] == reference
+    unsent, said = key_of("http://host/v1")
+    assert unsent is None
+    assert "OPENAI_API_KEY is not sent in plain text" in said
+    sent, said = key_of("http://host/v1", "OPENAI_API_KEY")
+    assert sent == reference
+    assert "in plain text: who sees the network can read it" in said
+
+
+def test_failed_samples_are_told_beside_the_table():
+    row = {"target": "http://h/v1", "eval": "m", "failed": 7, "scored": 17, "reward_scored": 1.0, "run_dir": "runs/x"}
+    assert "7 samples of m failed" in command._describe_failed(row)
+    assert "1.000 is the mean of the 17 others" in command._describe_failed(row)
+
+
 def test_its_key_is_a_reference(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("A_KEY", "k-9f8e7d6c5b")
     (job,) = list_jobs("http://h/v1", asked(model="m", key_env="A_KEY"), ("evals.countdown={}",))
@@ -185,8 +248,10 @@ def test_combinations_without_a_trainer_are_judged():
 # ---- rows
 
 
-def write_result(run: RunDirectory, name: str, step: int, rewards: Sequence[Sequence[float | None]], texts: str = "p") -> None:
-    """A complete eval with a row a sample; None: given up."""
+def write_result(
+    run: RunDirectory, name: str, step: int, rewards: Sequence[Sequence[float | None]], texts: str = "p", *, old: bool = False
+) -> None:
+    """A complete eval with a row a sample; None: given up. `old`: the row does not say how it was played."""
     log = RunLog(run, f"orchestrator-{name}")
     for index, of_prompt in enumerate(rewards):
         for sample, reward in enumerate(of_prompt):
@@ -200,7 +265,10 @@ def write_result(run: RunDirectory, name: str, step: int, rewards: Sequence[Sequ
             }
             more = {"status": "error"} if reward is None else {"status": "scored", "reward": reward}
             log.append("eval_samples", {**row, **more, "prompt": f"{texts}{index}", "golden_answers": [str(index)]})
-    known = {"prompts": len(rewards), "samples": len(rewards[0]), "pass_above": 0.5, "scored": 1, "failed": 0}
+    known: dict[str, Any] = {"prompts": len(rewards), "samples": len(rewards[0]), "pass_above": 0.5, "scored": 1, "failed": 0}
+    made = load_run(run.config_json)
+    if not old and (one := next((one for one in made.active_evals if one.name == name), None)) is not None:
+        known["setup"] = list_setup(one, made.played[one.label], made.rollout, made.inference, made.model)
     log.append("evals", {"eval": name, "step": step, "state": "complete", **known})
     log.close()
 
@@ -279,7 +347,89 @@ def test_another_sampling_is_refused_in_words(tmp_path: Path, capsys: pytest.Cap
     assert compare([first, second]) == 1
     assert "temperature 1.0 and 0.5" in capsys.readouterr().err
     assert compare([first, second, "--other-sampling"]) == 0
-    assert "sampled differently: temperature 1.0 and 0.5" in capsys.readouterr().out
+    assert "played differently: temperature 1.0 and 0.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"evals": {"m": {"environment": "reverse_letters"}}}, "environment countdown and reverse_letters"),
+        ({"evals": {"m": {"environment": "countdown", "kwargs": {"num_eval": 3}}}}, "kwargs "),
+        ({"inference": {"engine": "fake", "dtype": "float16"}}, "dtype auto and float16"),
+        ({"model": {"name": "tiny", "chat_template": "{{ messages }}"}}, "chat_template None and "),
+        ({"model": {"name": "tiny", "enable_thinking": True}}, "enable_thinking False and True"),
+    ],
+)
+def test_what_was_played_otherwise_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], sentence: str
+):
+    settings: dict[str, Any] = {"evals": {"m": {"environment": "countdown"}}}
+    first, second = make_run(tmp_path / "a", config(**settings)), make_run(tmp_path / "b", config(**{**settings, **changes}))
+    write_result(first, "m", 4, [[0.1], [0.2], [0.3]])
+    write_result(second, "m", 4, [[1.0], [0.9], [1.0]])
+    assert compare([str(first.path), str(second.path)]) == 1
+    assert f"played differently ({sentence}" in capsys.readouterr().err
+    assert compare([str(first.path), str(second.path), "--other-sampling"]) == 0
+
+
+def test_another_seed_is_no_other_setup():
+    settings: dict[str, Any] = {"evals": {"m": {"environment": "countdown"}}}
+    setups = []
+    for made in (config(**settings), config(**settings, seed=5)):
+        (one,) = made.active_evals
+        setups.append(list_setup(one, made.played[one.label], made.rollout, made.inference, made.model))
+    assert setups[0] == setups[1] == json.loads(json.dumps(setups[0]))
+
+
+def test_other_environments_are_not_paired_by_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first = make_run(tmp_path / "a", config(evals={"m": {"environment": "countdown"}}))
+    second = make_run(tmp_path / "b", config(evals={"m": {"environment": "reverse_letters"}}))
+    write_result(first, "m", 4, [[0.1], [0.2]])
+    write_result(second, "m", 4, [[1.0], [0.9]], texts="other")
+    assert compare([str(first.path), str(second.path), "--other-sampling"]) == 1
+    assert "two environments (environment countdown and reverse_letters" in capsys.readouterr().err
+
+
+def test_how_a_result_was_played_stands_in_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = two_results(tmp_path, [[1.0], [0.0]], [[1.0], [1.0]], temperature=0.5)
+    RunDirectory(Path(second)).config_json.write_text(RunDirectory(Path(first)).config_json.read_text())  # as a resume does
+    assert compare([first, second]) == 1
+    assert "temperature 1.0 and 0.5" in capsys.readouterr().err
+
+
+def test_a_row_that_does_not_say_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = make_run(tmp_path / "old", config(evals={"countdown": {}}))
+    write_result(run, "countdown", 2, [[1.0], [0.0]], old=True)
+    assert compare([str(run.path), two_results(tmp_path, [[1.0], [0.0]], [[1.0], [1.0]])[0]]) == 0
+    said = capsys.readouterr().out
+    assert said.count("does not say how it was played") == 1
+    assert f"{run.path}, step 2 does not say" in said
+
+
+def test_several_results_of_one_step_are_refused_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = make_run(tmp_path / "run", config(evals={"countdown": {}}))
+    alone = make_run(standalone_folder(run, "abc", 4), config(evals={"countdown": {}}))
+    write_result(run, "countdown", 4, [[0.0], [1.0]])
+    write_result(alone, "countdown", 4, [[1.0], [1.0]])
+    assert compare([f"{run.path}@4", str(alone.path)]) == 1
+    said = capsys.readouterr().err
+    assert f"in {run.path} and in {alone.path}: --own takes the first" in said
+    found = compared(capsys, f"{run.path}@4", str(alone.path), "--own")
+    assert (found["reward_first"], found["reward_second"]) == (0.5, 1.0)
+    other = make_run(standalone_folder(run, "def", 2), config(evals={"countdown": {}, "more": {"environment": "countdown"}}))
+    another = make_run(standalone_folder(run, "fed", 2), config(evals={"countdown": {}}))
+    write_result(other, "countdown", 2, [[0.0], [1.0]])
+    write_result(other, "more", 2, [[0.0], [1.0]])
+    write_result(another, "countdown", 2, [[0.0], [1.0]])
+    assert compare([f"{run.path}@2", str(other.path), "--eval", "more"]) == 0
+    assert compare([f"{run.path}@2", str(other.path)]) == 1
+    assert "name one of these folders" in capsys.readouterr().err
+
+
+def test_a_difference_without_a_spread_has_no_p(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = two_results(tmp_path, [[0.0], [0.0]], [[1.0], [1.0]])
+    assert compare([first, second]) == 0
+    assert "reward B − A +1.0000, the same of each prompt: without a spread" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["nowhere", "run@3", "run --eval maths"])
@@ -302,3 +452,20 @@ def test_under_another_template_prompts_are_paired_by_place_and_answer():
     moved = [score(5, "<u>b", "2"), score(6, "<u>a", "1")]
     pairs, by = pair_prompts(first, moved)
     assert ([(one.index, two.index) for one, two in pairs], by) == ([(0, 6), (1, 5)], "text")
+
+
+def test_prompts_that_moved_and_failed_are_not_lost():
+    def failed(index: int) -> PromptScore:
+        return PromptScore(index, "", (), (0.0,), 0)
+
+    first = [score(index, f"p{index}", "x") for index in range(4)]
+    moved = [score(0, "p1", "x"), score(1, "p0", "x")]
+    pairs, _ = pair_prompts(first, [*moved, failed(2), failed(3)])
+    assert [(one.index, two.reward) for one, two in pairs] == [(0, 1.0), (1, 1.0), (2, 0.0), (3, 0.0)]
+    both = [*first[:2], first[2], failed(3)]  # the last one failed in both, or each lost one of the other's
+    pairs, _ = pair_prompts(both, [*moved, failed(2), failed(3)])
+    assert [(one.reward, two.reward) for one, two in pairs[2:]] == [(1.0, 0.0), (0.0, 0.0)]
+    pairs, _ = pair_prompts(first, [*moved, failed(2)])  # which of two it is, nobody knows
+    assert len(pairs) == 2
+    back, _ = pair_prompts([*moved, failed(2), failed(3)], first)
+    assert sorted((one.reward, two.index) for one, two in back) == [(0.0, 2), (0.0, 3), (1.0, 0), (1.0, 1)]

@@ -54,11 +54,19 @@ def test_mean_difference_error_and_interval():
 def test_alike_prompts_have_no_difference_and_one_prompt_has_no_test():
     same = compare_paired([0.25, 1.0], [0.25, 1.0])
     assert (same.mean, same.error, same.p) == (0.0, 0.0, 1.0)
-    assert compare_paired([0.0, 0.0], [1.0, 1.0]).p == 0.0
     one = compare_paired([0.25], [0.75])
     assert (one.prompts, one.mean, one.error, one.p) == (1, 0.5, None, None)
     with pytest.raises(ValueError, match="nothing to compare"):
         compare_paired([], [])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [([0.0, 0.0], [1.0, 1.0]), ([0.2, 0.3, 1.0], [0.3, 0.4, 1.1])], ids=["exactly", "but for rounding"]
+)
+def test_prompts_that_all_differ_by_the_same_have_no_spread_to_test(first: list[float], second: list[float]):
+    found = compare_paired(first, second)
+    assert found.mean == pytest.approx(second[0] - first[0], rel=1e-12)
+    assert (found.error, found.low, found.high, found.p) == (0.0, None, None, None)
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (0, 5), (5, 0), (3, 10), (5, 5), (2, 3), (1, 7)])

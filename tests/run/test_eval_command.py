@@ -89,7 +89,8 @@ def test_after_a_kill_the_same_command_plays_what_is_left(begin: Begin, tmp_path
 
 
 class _Reverser(BaseHTTPRequestHandler):
-    """A chat completion that spells the last word backwards; the first two requests are turned away."""
+    """A chat completion that spells the last word backwards; the first four requests are turned away, and so are all with a
+    wrong key."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -98,7 +99,9 @@ class _Reverser(BaseHTTPRequestHandler):
         word = asked["messages"][-1]["content"].split()[-1]
         choice = {"message": {"role": "assistant", "content": word[::-1]}, "finish_reason": "stop"}
         body = json.dumps({"choices": [choice], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}).encode()
-        self.send_response(503 if len(seen) <= 2 else 200)
+        wrong = self.headers.get("Authorization") == "Bearer wrong-0a1b2c"
+        self.send_response(401 if wrong else 429 if len(seen) <= 4 else 200)
+        self.send_header("Retry-After", "0.2")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -119,12 +122,12 @@ def reverser() -> Iterator[ThreadingHTTPServer]:
 def test_a_url_is_asked_in_text(begin: Begin, tmp_path: Path, reverser: ThreadingHTTPServer):
     run, key = RunDirectory(tmp_path / "out"), "k-2f9e8d7c6b5a"
     url = f"http://127.0.0.1:{reverser.server_address[1]}/v1"
-    overrides = (LETTERS, "eval.num_samples=2", "eval.temperature=0.5", "rollout.retry_backoff_s=0.1")
+    overrides = (LETTERS, "eval.num_samples=2", "eval.temperature=0.5", "rollout.max_attempts=1")
     given = (url, "--model", "some/model", "--to", str(run.path), "--key-env", "A_KEY", "--json", *overrides)
     (row,) = printed(begin(*given, A_KEY=key))
     assert (row["eval"], row["scored"], row["failed"], row["reward"]) == ("letters", 12, 0, 1.0)
     seen: list[Any] = reverser.seen  # type: ignore[attr-defined]
-    assert len(seen) == 14
+    assert len(seen) == 16
     path, authorization, asked = seen[-1]
     assert (path, authorization) == ("/v1/chat/completions", f"Bearer {key}")
     assert (asked["model"], asked["temperature"]) == ("some/model", 0.5)
@@ -136,6 +139,18 @@ def test_a_url_is_asked_in_text(begin: Begin, tmp_path: Path, reverser: Threadin
     assert sample["completion"] == sample["prompt"].split()[-1][::-1]
     written = [file.read_bytes() for file in run.path.rglob("*") if file.is_file()]
     assert not [text for text in written if key.encode() in text]
+    assert not [text for text in written if b"HTTP Request" in text]
+
+
+def test_a_refused_key_ends_it_at_once(begin: Begin, tmp_path: Path, reverser: ThreadingHTTPServer):
+    url = f"http://127.0.0.1:{reverser.server_address[1]}/v1"
+    ended = begin(url, "--model", "m", "--to", str(tmp_path / "out"), "--key-env", "A_KEY", LETTERS, A_KEY="wrong-0a1b2c")
+    _, said = ended.communicate(timeout=110)
+    assert ended.returncode not in (0, None)
+    assert "answered 401" in said
+    assert "it does not take the key in A_KEY; --key-env VARIABLE names" in said
+    assert "wrong-0a1b2c" not in said
+    assert len(reverser.seen) <= 6  # type: ignore[attr-defined]  # each of the six prompts once
 
 
 @pytest.mark.slow
@@ -163,5 +178,5 @@ def test_a_checkpoint_scores_what_its_run_said_of_it(start: Start, begin: Begin)
     assert len(both["own"]) == 2 * (20 + 6)
     assert both["alone"] == both["own"]
     assert not list(run.evals.glob("*/*.model"))
-    same = begin("compare", f"{run.path}@5", str(next(run.evals.glob("*/step_00000005"))), "--json")
+    same = begin("compare", f"{run.path}@5", str(next(run.evals.glob("*/step_00000005"))), "--own", "--json")
     assert [(one["difference_mean"], one["changed"]) for one in printed(same)] == [(0.0, []), (0.0, [])]

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
+from telescope.config.sections import RemoteServer
 from telescope.environments.base import Chat, Environment, Prompt, Reward, SingleTurn
 from telescope.environments.chat import ChatError, Sampled
 from telescope.environments.failures import InfrastructureError, PolicyError
@@ -28,6 +30,7 @@ from telescope.workers.play import Ask, PlayLimits, make_turn_seed, play
 from telescope.workers.prompt_cache import PromptCache
 from telescope.workers.report import BadReward, check_reward, encode_info
 from telescope.workers.reward_threads import RewardThreads
+from telescope.workers.text_chat import ChatCompletions
 from tests.workers.conftest import LIMITS, loaded, order
 
 
@@ -206,6 +209,23 @@ async def test_time_runs_out_while_the_server_is_silent(template: ChatTemplate) 
 
     cause = await failure(Task(), template, PlayLimits(1.0, 12, 200, 0.5), silent)
     assert cause == "rollout.timeout_s=0.5 ran out waiting for the policy's answer"
+
+
+async def test_time_runs_out_while_a_server_of_somebody_elses_is_silent() -> None:
+    async def silent(request: httpx.Request) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    client = ChatCompletions(RemoteServer(url="http://host/v1", model="m"), 5.0)
+    client._client = httpx.AsyncClient(transport=httpx.MockTransport(silent))
+
+    async def unasked(*_: Any) -> Sampled:
+        raise AssertionError
+
+    limits = PlayLimits(1.0, 12, 200, 0.2)
+    body, _ = await play(order(0, 0), loaded(Task()), PromptCache(None), limits, unasked, remote=client)
+    assert isinstance(body, RolloutError)
+    assert body.cause == "rollout.timeout_s=0.2 ran out waiting for the policy's answer"
 
 
 async def test_time_runs_out_in_a_reward_function_without_holding_up_the_others(template: ChatTemplate) -> None:

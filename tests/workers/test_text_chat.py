@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from telescope.config.sections import RemoteServer
 from telescope.environments.base import KnowsTemplate
 from telescope.environments.chat import ChatError
 from telescope.records import Sampling
+from telescope.workers import text_chat
 from telescope.workers.text_chat import ChatCompletions, RemoteFailed, TextChat
 
 SERVER = RemoteServer(url="http://host/v1/", model="some/model")
@@ -24,10 +27,25 @@ def answer(text: Any, reason: str = "stop", usage: dict[str, int] | None = None)
     return httpx.Response(200, json=body)
 
 
-def chat_with(reply: Callable[[httpx.Request], httpx.Response], server: RemoteServer = SERVER) -> TextChat:
+def client_with(reply: Callable[[httpx.Request], httpx.Response], server: RemoteServer = SERVER) -> ChatCompletions:
     client = ChatCompletions(server, 5.0)
     client._client = httpx.AsyncClient(transport=httpx.MockTransport(reply), headers=client._client.headers)
-    return TextChat(client, lambda turn, most: Sampling(0.5, most or 16, 2**40 + turn, top_p=0.9, stop=("END",)))
+    return client
+
+
+def chat_of(client: ChatCompletions, timeout_s: float = 5.0) -> TextChat:
+    def sampling(turn: int, most: int | None) -> Sampling:
+        return Sampling(0.5, most or 16, 2**40 + turn, top_p=0.9, stop=("END",))
+
+    return TextChat(client, sampling, timeout_s=timeout_s)
+
+
+def chat_with(reply: Callable[[httpx.Request], httpx.Response], server: RemoteServer = SERVER) -> TextChat:
+    return chat_of(client_with(reply, server))
+
+
+def ask(chat: TextChat) -> str:
+    return asyncio.run(chat.say({"role": "user", "content": "a"}))
 
 
 def test_each_turn_brings_the_whole_dialogue_and_its_own_seed():
@@ -78,10 +96,14 @@ def test_a_key_is_sent_and_no_seed_where_none_is_wanted(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("response", "sentence"),
     [
-        (httpx.Response(503, text="busy"), "answered 503: busy"),
+        (httpx.Response(500, text="broken"), "answered 500: broken"),
         (httpx.Response(200, text="<html>"), "is not a chat completion: <html>"),
         (httpx.Response(200, json={"choices": []}), "is not a chat completion"),
         (answer(["parts"]), "is not text"),
+        (answer(None), "has no text: its content is null"),
+        (answer(None, "length"), "its tokens were used up before it .*rollout.max_tokens"),
+        (answer(None, "content_filter"), "content filter"),
+        (httpx.Response(200, json={"choices": [{"message": {"tool_calls": [{"id": "1"}]}}]}), "it called tools"),
     ],
 )
 def test_what_is_no_answer_is_a_failure(response: httpx.Response, sentence: str):
@@ -93,9 +115,92 @@ def test_what_is_no_answer_is_a_failure(response: httpx.Response, sentence: str)
         chat.recording()
 
 
-def test_no_content_is_an_empty_answer():
-    chat = chat_with(lambda request: answer(None))
-    assert asyncio.run(chat.say({"role": "user", "content": "a"})) == ""
+def test_an_empty_text_is_an_answer():
+    assert ask(chat_with(lambda request: answer(""))) == ""
+
+
+class Replies:
+    """These, one a request, and the last one for ever."""
+
+    def __init__(self, *replies: httpx.Response) -> None:
+        self.left, self.bodies = list(replies), list[dict[str, Any]]()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.bodies.append(json.loads(request.content))
+        return self.left.pop(0) if len(self.left) > 1 else self.left[0]
+
+
+def busy(after: str = "", status: int = 429) -> httpx.Response:
+    return httpx.Response(status, text="too many", headers={"Retry-After": after} if after else {})
+
+
+def test_a_busy_server_is_asked_again_when_it_says():
+    replies = Replies(busy("0.01"), busy("0.01", 503), busy("0.01"), busy("0.01"), answer("x"))
+    chat = chat_with(replies)
+    assert ask(chat) == "x"
+    assert len(replies.bodies) == 5
+    assert chat.failure is None
+
+
+def test_one_that_does_not_say_when_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(text_chat, "FIRST_WAIT_S", 0.01)
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    assert ask(chat_with(Replies(busy(), busy("soon"), busy("Mon, 01 Jan 2001 00:00:00 GMT"), answer("x")))) == "x"
+    assert waits == [0.01, 0.02, 0.04]
+
+
+def test_no_rollout_waits_beyond_its_time():
+    replies = Replies(busy("3600"))
+    with pytest.raises(RemoteFailed, match=r"answered 429: too many .*in 3600 s, is beyond rollout\.timeout_s"):
+        ask(chat_with(replies))
+    assert len(replies.bodies) == 1
+    replies = Replies(busy("0.02"))
+    with pytest.raises(RemoteFailed, match="answered 429"):
+        ask(chat_of(client_with(replies), 0.1))
+    assert 1 < len(replies.bodies) <= 6
+
+
+def test_a_server_that_wants_the_other_name_of_the_limit_has_it():
+    refusal = httpx.Response(400, text="'max_tokens' is not supported. Use 'max_completion_tokens' instead.")
+    replies = Replies(refusal, answer("x"))
+    client = client_with(replies)
+    assert [ask(chat_of(client)), ask(chat_of(client))] == ["x", "x"]
+    assert [[name for name in body if name.startswith("max_")] for body in replies.bodies] == [
+        ["max_tokens"],
+        ["max_completion_tokens"],
+        ["max_completion_tokens"],
+    ]
+    assert replies.bodies[2]["max_completion_tokens"] == 16
+    both = Replies(httpx.Response(400, text="max_tokens or max_completion_tokens is too large"))
+    with pytest.raises(RemoteFailed, match="answered 400"):
+        ask(chat_with(both))
+    assert len(both.bodies) == 2
+
+
+def test_a_refused_key_is_told_apart_from_a_refused_request(monkeypatch: pytest.MonkeyPatch):
+    def refusal_of(server: RemoteServer, *replies: httpx.Response) -> str:
+        client = client_with(Replies(*replies), server)
+        for _ in replies:
+            with contextlib.suppress(RemoteFailed):
+                ask(chat_of(client))
+        return client.refusal
+
+    monkeypatch.setenv("A_KEY", "k-1")
+    with_key = RemoteServer(url="http://host/v1", model="m", api_key="${oc.env:A_KEY}")
+    told = refusal_of(with_key, httpx.Response(401, text="bad key"))
+    assert "answered 401: bad key: it does not take the key in A_KEY; --key-env VARIABLE" in told
+    assert "no key was sent; --key-env VARIABLE" in refusal_of(SERVER, httpx.Response(403))
+    assert refusal_of(SERVER, answer("x"), httpx.Response(403), httpx.Response(404)) == ""
+
+
+def test_no_request_has_a_line_in_the_log():
+    ChatCompletions(SERVER, 5.0)
+    assert not logging.getLogger("httpx").isEnabledFor(logging.INFO)
 
 
 def test_a_rollout_that_asked_nothing_has_no_score_and_a_closed_one_asks_no_more():
