@@ -15,10 +15,12 @@ import pytest
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
+from telescope.flow.checkpoint_schedule import CheckpointSchedule
 from telescope.flow.core import Core
 from telescope.flow.curriculum import PassRatePool, PassRateRules
 from telescope.flow.limits import FailureLimitsState
 from telescope.flow.replay import replay
+from telescope.flow.settings import EvalRules
 from telescope.flow.snapshot import Snapshot
 from tests.flow.cases import any_manners, any_settings
 from tests.flow.harness import Manners, World, mixed, settings, sometimes_equal
@@ -212,7 +214,18 @@ def test_training_waits_for_a_save_under_way_when_the_next_is_due():
     world.settings = msgspec.structs.replace(world.settings, checkpoint_stop_timeout_s=1e6)
     world = World(world.settings, world.manners, seed=3).run()
     assert [saved.step for saved in world.checkpoints] == [1, 2, 3, 4]
-    assert any("training waits for it; raise checkpoint.every" in sentence for sentence in world.rules.warnings)
+    assert any(sentence.endswith("training waits for it; raise checkpoint.every") for sentence in world.rules.warnings)
+
+
+def test_where_the_next_save_is_due_by_an_eval_the_advice_names_the_eval():
+    own = EvalRules(name="own", environment="countdown", every=2)
+    schedule = CheckpointSchedule(settings(number_of_steps=9, evals=(own,), checkpoint_every=3, checkpoint_with="own"))
+    schedule.begin(1)
+    by_eval = "raise eval.every or evals.own.every (checkpoint.keep_best makes one for each eval)"
+    assert schedule.note_commit(2).endswith(f"step 1 is still being written: training waits for it; {by_eval}")
+    assert schedule.note_commit(3).endswith("; raise checkpoint.every")
+    assert schedule.note_commit(6).endswith(f"; raise checkpoint.every, and {by_eval.removeprefix('raise ')}")
+    assert schedule.note_commit(7) == ""
 
 
 def test_a_failed_save_lets_the_run_go_on():
