@@ -242,7 +242,7 @@ def test_the_best_checkpoint_by_an_eval_outlives_later_ones_and_a_resume(start: 
     assert again.wait() == 0, again.said()
     assert_best_is_kept(again)
     made = {row["step"] for row in again.rows("checkpoints") if row["state"] == "complete"}
-    assert made == {2, 4, 6, 8, 10}
+    assert made == {2, 4, 8, 10}, "and 6, which it went on from: the row of that is not in it"
     assert len(saved_steps(again)) <= 3, "the last, the best, and one whose eval still played when the last was complete"
 
 
