@@ -81,6 +81,9 @@ def has_played_all(run: RunDirectory, config: RunConfig, step: int) -> bool:
     try:
         if step < config.number_of_steps:
             early = saved_state.read_early_stop(folder)
+            measure = config.stop_measure
+            if measure is None or not early.is_by(measure.name, lower=measure.lower_is_better):
+                return False
             if early.last_step != step or limit is None or early.without_gain < limit:
                 return False
         held = {(name, at) for name, at in saved_state.read_evals_under_way(folder) if name in names}

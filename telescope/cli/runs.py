@@ -215,9 +215,16 @@ def _line(one: RunStatus) -> str:
     step = "-" if one.step is None else f"{one.step}/{one.steps}" if one.steps else str(one.step)
     reward = f"{one.reward:.3f}" if isinstance(one.reward, int | float) else "-"
     evals = [f"eval {name} {score.reward:.3f}" for name, score in one.evals.items() if score.reward is not None]
-    best = f"best step {one.best.step}: {one.best.measure} {one.best.score:.4g}" if one.best is not None else ""
+    best = _describe_best(one.best) if one.best is not None else ""
     more = [text for text in (*evals, best, f"job {one.job}" if one.job else "", one.reason, *one.damaged) if text]
     return f"{one.state:<8} {step:>11} {reward:>8}  {one.run.path}{_bracketed(more)}"
+
+
+def _describe_best(best: BestCheckpointFile) -> str:
+    """With the versions that its score is of, where other weights than the checkpoint's had a part in it."""
+    played = {best.version_first, best.version_last} - {None, best.step}
+    versions = f" by versions {best.version_first} to {best.version_last}" if played else ""
+    return f"best step {best.step}: {best.measure} {best.score:.4g}{versions}"
 
 
 def _bracketed(words: Sequence[str]) -> str:

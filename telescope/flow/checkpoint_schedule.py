@@ -41,15 +41,19 @@ class CheckpointSchedule:
 
     def note_commit(self, version: int) -> str:
         """A version is served. A sentence where the checkpoint due has to wait for the one before it."""
-        evaluated = self._with is not None and self._with.is_due(version, last=False)
-        if self.on and (version % self._every == 0 or evaluated or self.leaving is not None):
+        if not self.on:
+            return ""
+        asked_by = [] if version % self._every else ["checkpoint.every"]
+        if self._with is not None and self._with.is_due(version, last=False):
+            asked_by.append(f"eval.every or evals.{self._with.name}.every (checkpoint.keep_best makes one for each eval)")
+        if asked_by or self.leaving is not None:
             self.owed = True
-            if self.under_way is not None:
-                return (
-                    f"the checkpoint of step {version} is due while that of step {self.under_way} is still being written: "
-                    "training waits for it; raise checkpoint.every"
-                )
-        return ""
+        if not asked_by or self.under_way is None:
+            return ""
+        return (
+            f"the checkpoint of step {version} is due while that of step {self.under_way} is still being written: training "
+            f"waits for it; raise {', and '.join(asked_by)}"
+        )
 
     def leave(self, stop: EndRun, *, version: int, training: bool, now: float) -> None:
         """The run is to end once its step is trained and saved. One that has trained all waits for its last save as long as for

@@ -124,6 +124,11 @@ class Core:
         return self._checkpoints.lost
 
     @property
+    def last_step(self) -> int:
+        """Of the run, as far as is known: with `eval.stop_after` it may become an earlier one."""
+        return self._early_stop.last_step
+
+    @property
     def data_position(self) -> DataPosition | None:
         """The state of drawing; None before the first worker has reported the environments' sizes."""
         return self._sampler.position if self._sampler else None

@@ -13,14 +13,19 @@ from telescope.flow.settings import FlowSettings
 
 
 class SavedEarlyStop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """For a checkpoint."""
+    """For a checkpoint. `measure` and `lower`: what the scores are of, and whether a lower one is better."""
 
+    measure: str = ""
+    lower: bool = False
     best: float | None = None
     best_step: int = 0
     without_gain: int = 0
     """Evals in a row, since the best one."""
     last_step: int = 0
     """That the run ends with; 0: it goes on to `number_of_steps`."""
+
+    def is_by(self, measure: str, *, lower: bool) -> bool:
+        return (self.measure, self.lower) == (measure, lower)
 
 
 class EarlyStop:
@@ -31,10 +36,12 @@ class EarlyStop:
         self._measure = settings.stop_measure
         self._sign = -1.0 if settings.stop_lower else 1.0
         self._steps = settings.number_of_steps
-        self.state = SavedEarlyStop()
+        self.state = self._begun = SavedEarlyStop(measure=self._measure, lower=settings.stop_lower)
 
     def restore(self, saved: SavedEarlyStop) -> None:
-        """What was decided stands only as long as the limit is reached."""
+        """What was decided stands only as long as the limit is reached, and scores by another measure say nothing."""
+        if not self._limit or not saved.is_by(self._begun.measure, lower=self._begun.lower):
+            return
         ends = 0 < self._limit <= saved.without_gain
         self.state = saved if ends else msgspec.structs.replace(saved, last_step=0)
 
@@ -61,7 +68,7 @@ class EarlyStop:
             return
         best = self.state.best
         if best is None or self._sign * scored.score > self._sign * best:
-            self.state = SavedEarlyStop(best=scored.score, best_step=scored.step)
+            self.state = msgspec.structs.replace(self._begun, best=scored.score, best_step=scored.step)
             return
         count = self.state.without_gain + 1
         last = next_step if count >= self._limit and next_step < self._steps else 0

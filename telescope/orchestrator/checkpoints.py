@@ -40,8 +40,6 @@ class SaveRules:
     training_state: bool = True
     keep_last: int | None = None
     keep_every: int | None = None
-    last_step: int = 0
-    """Step of the run's last checkpoint; 0: not told."""
 
 
 @dataclass
@@ -63,13 +61,20 @@ class _Save:
 
 
 class CheckpointCoordinator:
-    """Drives one save at a time; `take_events` gives its end to the loop. Each `begin` has one, within twice the deadline."""
+    """Drives one save at a time; `take_events` gives its end to the loop. Each `begin` has one, within twice the deadline.
+    `find_last`: the run's last step, as far as is known."""
 
     def __init__(
-        self, hub: Hub, recorder: Recorder, violations: ProtocolViolations, ranks: tuple[str, ...], rules: SaveRules | None
+        self,
+        hub: Hub,
+        recorder: Recorder,
+        violations: ProtocolViolations,
+        ranks: tuple[str, ...],
+        rules: SaveRules | None,
+        find_last: Callable[[], int],
     ) -> None:
         self._hub, self._recorder, self._violations = hub, recorder, violations
-        self._ranks, self._rules = ranks, rules
+        self._ranks, self._rules, self._find_last = ranks, rules, find_last
         self._save: _Save | None = None
         self._events: list[events.AnyEvent] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -222,7 +227,7 @@ class CheckpointCoordinator:
         self._report_failure(save.step, cause, stall_s=save.stall_s)
 
     def _report_failure(self, step: int, cause: str, stall_s: float = 0.0) -> None:
-        is_last = self._rules is not None and step == self._rules.last_step
+        is_last = step == self._find_last()
         how = ", the last, failed" if is_last else " failed, and the run goes on"
         sentence = f"the checkpoint of step {step}{how}: {cause}"
         log.error("%s", sentence)

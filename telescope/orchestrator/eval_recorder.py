@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from telescope.config.eval_measure import EvalMeasure
 from telescope.flow import commands
 from telescope.orchestrator.best_checkpoint import BestCheckpoint
 from telescope.orchestrator.eval_scores import EvalProgress, EvalScoring, EvalTally, describe, name_metrics
@@ -32,23 +31,24 @@ LINES = 8
 
 
 class EvalRecorder:
-    """`measures`: how each eval is scored, by its name. `best`: by which the best checkpoint is kept."""
+    """`measures`: how each eval is scored, by its name. `best`: which checkpoint is kept by them. `warn` takes a sentence."""
 
     def __init__(
         self,
         run_log: RunLog,
         mirror: WandbMirror | None,
         measures: Mapping[str, EvalScoring],
-        best: EvalMeasure | None = None,
+        best: BestCheckpoint | None = None,
+        warn: Callable[[str], None] = log.warning,
     ) -> None:
         self._log, self._mirror = run_log, mirror
         self._measures = measures
         self._tally = EvalTally(measures)
-        self._best = BestCheckpoint(best) if best is not None else None
+        self._best, self._warn = best, warn
         self._latest: dict[str, dict[str, Any]] = {}
-        """The latest complete row of each eval, by name."""
+        """The complete row of each eval's latest step, by name."""
         self._first: dict[str, dict[str, Any]] = {}
-        """Its first one."""
+        """That of its first step."""
         self._starts: dict[tuple[str, int], float] = {}
         self._ended = 0
         self._held: tuple[str, ...] = ()
@@ -80,13 +80,9 @@ class EvalRecorder:
         return {"step": row["step"], **numbers, "first": {"step": first["step"], "reward": first["reward"]}}
 
     def save(self) -> SavedEvalScores:
-        best = self._best.save() if self._best is not None else None
-        return SavedEvalScores(self._tally.save(), tuple(self._latest.values()), tuple(self._first.values()), best)
+        return SavedEvalScores(self._tally.save(), tuple(self._latest.values()), tuple(self._first.values()))
 
-    def restore(self, saved: SavedEvalScores, step: int) -> None:
-        """Of the checkpoint of `step`."""
-        if self._best is not None and saved.best is not None:
-            self._best.restore(saved.best, step)
+    def restore(self, saved: SavedEvalScores) -> None:
         self._tally.restore(saved.under_way)
         self._latest = {row["eval"]: row for row in saved.latest}
         self._first = {row["eval"]: row for row in saved.first}
@@ -143,16 +139,19 @@ class EvalRecorder:
         if began is not None:
             row["seconds"] = time.monotonic() - began
         self._log.append("evals", row)
-        if self._best is not None:
-            self._best.note_eval(row)
+        if self._best is not None and (sentence := self._best.note_eval(row)):
+            self._warn(sentence)
         said = describe(row)
         log.info("%s", said)
         self._ended += 1
         self._lines.append(said)
         if row["state"] != "complete":
             return row
-        self._latest[command.eval] = row
-        self._first.setdefault(command.eval, row)
+        name, step = command.eval, command.step
+        if name not in self._latest or step >= self._latest[name]["step"]:  # else one of a later step has ended before it
+            self._latest[name] = row
+        if name not in self._first or step < self._first[name]["step"]:
+            self._first[name] = row
         if self._mirror is not None:
             self._mirror.log_eval(latest_step, command.eval, command.step, name_metrics(row))
         return row

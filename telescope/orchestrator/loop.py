@@ -84,7 +84,9 @@ class Orchestrator:
         store = self.store = RolloutStore()
         for rollout in rollouts:
             store.add(rollout)
-        checkpoints = self.checkpoints = CheckpointCoordinator(hub, recorder, violations, peers.ranks, saves)
+        checkpoints = self.checkpoints = CheckpointCoordinator(
+            hub, recorder, violations, peers.ranks, saves, lambda: core.last_step
+        )
         self.weights = WeightCoordinator(hub, recorder, violations, peers.ranks, updates, saving=lambda: checkpoints.stalled)
         dying = servers.find_dying if config.inference.sleep_while_training != "off" else None
         self.sleep = SleepCoordinator(hub, violations, updates.timeout_s, dying)
@@ -158,13 +160,17 @@ class Orchestrator:
         self._journal.append(encode_line(now, event, ordered))
         if isinstance(event, events.RolloutDone | events.RolloutFailed):
             self.executor.settle(event, counts=not any(isinstance(command, commands.IgnoreResult) for command in ordered))
+        scored: deque[events.AnyEvent] = deque()
         for command in ordered:
             if isinstance(command, commands.TakeCheckpoint) and self._core.saved is not None:
                 self.executor.save(self._core.saved, self._lineage)
             elif isinstance(command, commands.EndRun):
                 self.outcome = self._end(command)
             else:
-                self._events.extend(self.executor.execute(command))
+                for following in self.executor.execute(command):
+                    (scored if isinstance(following, events.EvalScored) else self._events).append(following)
+        # before all that waits: a checkpoint ordered by that would hold an eval's end and not its score
+        self._events.extendleft(reversed(scored))
 
     def _end(self, stop: commands.EndRun) -> RunOutcome:
         if stop.ok and (lost := self._core.lost_checkpoint):

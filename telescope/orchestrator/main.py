@@ -28,6 +28,7 @@ from telescope.flow.curriculum import PassRateRules
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import EvalRules, FlowSettings
 from telescope.orchestrator.batch import Recipe
+from telescope.orchestrator.best_checkpoint import BestCheckpoint
 from telescope.orchestrator.checkpoints import SaveRules
 from telescope.orchestrator.eval_scores import EvalScoring
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
@@ -37,9 +38,10 @@ from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.saved_state import CannotGoOn, RunStart, start_run
 from telescope.orchestrator.training_health import ParityCheck
 from telescope.orchestrator.weight_coordinator import UpdateRules
-from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root
+from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root, steps
 from telescope.runlog.journal import Journal, JournalError
-from telescope.runlog.layout import reserved
+from telescope.runlog.layout import RunDirectory, reserved
+from telescope.runlog.reader import rows
 from telescope.runlog.wandb_mirror import mirror_for, share_of
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
 from telescope.weights.base import TransportRefused
@@ -216,10 +218,10 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         parity=parity,
         redactor=context.redactor,
         evals={one.name: _make_eval_scoring(config, one) for one in config.active_evals},
-        best=config.checkpoint.best,
+        best=_make_best_checkpoint(config, run, core),
         stop_measure=config.stop_measure,
     )
-    recorder.resume(begun.counters, begun.history, core.version)
+    recorder.resume(begun.counters, begun.history)
 
     def summarize() -> None:
         recorder.write_summary(core.counts(), _make_summary(end.outcome, started))
@@ -294,6 +296,18 @@ async def _train(
     return await orchestrator.run()
 
 
+def _make_best_checkpoint(config: RunConfig, run: RunDirectory, core: Core) -> BestCheckpoint | None:
+    """None without `checkpoint.keep_best`. In a run that goes on, it knows the scores and checkpoints that there are: the
+    setting may be new, or another one by now."""
+    if config.checkpoint.best is None:
+        return None
+    best = BestCheckpoint(config.checkpoint.best, exact=config.eval_servers > 0)
+    if core.saved is not None:
+        made = steps(root(run, config.checkpoint.dir))
+        best.restore(rows(run, "evals"), (step for step in made if step <= core.version))
+    return best
+
+
 def _make_recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
     return Recipe(
         algorithm=config.algorithm,
@@ -329,7 +343,6 @@ def _make_save_rules(context: ProcessContext) -> SaveRules | None:
         training_state=settings.save_training_state,
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
-        last_step=context.config.number_of_steps,
     )
 
 

@@ -26,6 +26,7 @@ from telescope.flow.counts import Counts
 from telescope.flow.limits import name_place
 from telescope.maths.summaries import gini, group_mean, max_median_ratio
 from telescope.orchestrator.batch import TrainBatch, place_turns
+from telescope.orchestrator.best_checkpoint import BestCheckpoint
 from telescope.orchestrator.cohorts import (
     Cohort,
     CohortEnds,
@@ -71,7 +72,7 @@ class Recorder:
         parity: ParityCheck | None = None,
         redactor: Redactor | None = None,
         evals: Mapping[str, EvalScoring] = MappingProxyType({}),
-        best: EvalMeasure | None = None,
+        best: BestCheckpoint | None = None,
         stop_measure: EvalMeasure | None = None,
     ) -> None:
         self._redactor = redactor or Redactor()
@@ -81,7 +82,7 @@ class Recorder:
         self.rewards = rewards or RewardRanges()
         self._trained = frozenset(environments)
         self._group_size, self._each = group_size, len(environments) > 1
-        self.evals = EvalRecorder(log, mirror, evals, best)
+        self.evals = EvalRecorder(log, mirror, evals, best, self._warn_of_evals)
         self._stop_measure = stop_measure
         self._cohorts = CohortTally(group_size)
         self._ends = CohortEnds()
@@ -131,8 +132,8 @@ class Recorder:
             evals=self.evals.save(),
         )
 
-    def resume(self, counters: SummaryCounters, history: Sequence[Mapping[str, Any]], step: int = 0) -> None:
-        """Go on where a checkpoint was made, of `step`. `history`: the metrics of each step before it."""
+    def resume(self, counters: SummaryCounters, history: Sequence[Mapping[str, Any]]) -> None:
+        """Go on where a checkpoint was made. `history`: the metrics of each step before it."""
         self.tokens.update(counters.tokens)
         self.seconds |= counters.seconds
         self.rewards.outside.update(counters.out_of_range)
@@ -140,7 +141,7 @@ class Recorder:
         self.history = [{name: value for name, value in step.items() if value is not None} for step in history]
         self._cohorts.restore(counters.cohorts)
         self._ends = CohortEnds(list(counters.first_cohorts), list(counters.last_cohorts), counters.cohorts_ended)
-        self.evals.restore(counters.evals, step)
+        self.evals.restore(counters.evals)
         self._sampled_before = self.tokens["completion"]
 
     def add_to_next_step(self, metrics: Mapping[str, float], *, instead_of: str = "") -> None:
@@ -243,6 +244,10 @@ class Recorder:
         self.catch_up()
         row = self.evals.end(command, len(self.history))
         return self._stop_measure.read(row) if self._stop_measure is not None else None
+
+    def _warn_of_evals(self, sentence: str) -> None:
+        log.warning("%s", sentence)
+        self.alert("warning", "evals", sentence)
 
     def _warn_of_failures(self, label: str, sentence: str) -> None:
         if sentence:

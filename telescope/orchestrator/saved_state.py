@@ -71,23 +71,12 @@ class SavedRollout(Record):
     """Behind its other arrays lies which experts its tokens went to; None: that was not recorded."""
 
 
-class SavedBest(Record):
-    """What is known of the best checkpoint: scores by step, and the steps that have had one."""
-
-    measure: str
-    lower_is_better: bool
-    scores: dict[int, float]
-    made: tuple[int, ...]
-
-
 class SavedEvalScores(Record):
-    """Evals under way, and of each eval the rows of the latest complete round and of the first. `best`: with
-    `checkpoint.keep_best` alone."""
+    """Evals under way, and of each eval the rows of the latest complete round and of the first."""
 
     under_way: tuple[EvalProgress, ...] = ()
     latest: tuple[dict[str, Any], ...] = ()
     first: tuple[dict[str, Any], ...] = ()
-    best: SavedBest | None = None
 
 
 class SummaryCounters(Record):

@@ -43,11 +43,13 @@ class EvalReward(msgspec.Struct, frozen=True):
 
 
 class BestCheckpointFile(msgspec.Struct, frozen=True):
-    """The best checkpoint, by `checkpoint.keep_best`."""
+    """The best checkpoint, by `checkpoint.keep_best`. `version_first`, `version_last`: of the weights that its score is of."""
 
     measure: str
     step: int
     score: float
+    version_first: int | None = None
+    version_last: int | None = None
 
 
 class RunStatusFile(msgspec.Struct, frozen=True):

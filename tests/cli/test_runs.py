@@ -90,12 +90,15 @@ def test_runs_and_the_points_of_sweeps_are_listed_with_state_step_reward_and_rea
 
 def test_a_list_shows_the_latest_score_of_each_eval_and_the_best_checkpoint(tmp_path: Path, capsys):
     scores = {"math500": {"step": 40, "reward": 0.4125}, "letters": {"step": 0, "reward": None}}
-    best = {"measure": "the reward of math500", "step": 20, "score": 0.5}
+    best = {"measure": "the reward of math500", "step": 20, "score": 0.5, "version_first": 20, "version_last": 20}
     made(tmp_path / "a", exit_json={"exit_code": 0}, status_json={"step": 40, "eval_rewards": scores, "best_checkpoint": best})
     made(tmp_path / "b", exit_json={"exit_code": 0}, status_json={"step": 40})
+    younger = {**best, "version_first": 20, "version_last": 22}
+    made(tmp_path / "c", exit_json={"exit_code": 0}, status_json={"step": 40, "best_checkpoint": younger})
     assert runs.main(["list", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "/a  (eval math500 0.412; best step 20: the reward of math500 0.5" in shown
+    assert "/a  (eval math500 0.412; best step 20: the reward of math500 0.5;" in shown
+    assert "/c  (best step 20: the reward of math500 0.5 by versions 20 to 22;" in shown
     assert shown.count("(eval ") == 1
     assert runs.main(["list", str(tmp_path), "--json"]) == 0
     found = {Path(one["run_dir"]).name: one for one in map(json.loads, capsys.readouterr().out.splitlines())}

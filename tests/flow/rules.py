@@ -141,6 +141,10 @@ class Rules:
         self.steps: list[do.TrainOnBatch] = []
         self.ages: list[int] = []
         self.stop: do.EndRun | None = None
+        self.last = settings.number_of_steps
+        """The run's last step, by `stop_after` an earlier one."""
+        self.best_score: float | None = None
+        self.without_gain = 0
         self.alive_most = 0
         self.warnings: list[str] = []
         if resumed is not None:
@@ -149,6 +153,11 @@ class Rules:
     def _go_on_from(self, resumed: Snapshot) -> None:
         self.version = self.trained_step = self.begun_at = resumed.step
         self.next_group = resumed.position.next_group
+        settings, early = self.settings, resumed.early_stop
+        if settings.stop_after and (early.measure, early.lower) == (settings.stop_measure, settings.stop_lower):
+            self.best_score, self.without_gain = early.best, early.without_gain
+            if early.without_gain >= settings.stop_after:
+                self.last = early.last_step or self.last
         for saved in resumed.evals.rounds:
             key = (saved.rules.name, saved.step)
             self.restored_evals.add(key)
@@ -231,9 +240,22 @@ class Rules:
                     self.trained_step = event.step
             case seen.UpdateDone():
                 self._committed(event.version)
+            case seen.EvalScored():
+                self._note_score(event.score)
             case seen.CheckpointDone() | seen.CheckpointFailed():
                 self.saving = None if event.step == self.saving else self.saving
         return False
+
+    def _note_score(self, score: float) -> None:
+        settings, best = self.settings, self.best_score
+        if not settings.stop_after or self.last < settings.number_of_steps:
+            return
+        if best is None or (score < best if settings.stop_lower else score > best):
+            self.best_score, self.without_gain = score, 0
+            return
+        self.without_gain += 1
+        if self.without_gain >= settings.stop_after:
+            self.last = min(self.version + 1, self.last)
 
     def _calm(self, server: str) -> None:
         self.loads.pop(server, None)
@@ -583,8 +605,9 @@ class Rules:
         }
         keep(not left, f"groups were lost at the end: {left}")
         if command.ok:
-            last = self.version if "eval.stop_after" in command.reason else self.settings.number_of_steps
-            keep(self.version == last, f"{command} at version {self.version}")
+            last, early = self.last, self.last < self.settings.number_of_steps
+            keep(self.version == last, f"{command} at version {self.version}, and the last step is {last}")
+            keep(("eval.stop_after" in command.reason) == early, f"{command} with the last step {last}")
             steps = last - self.begun_at
             keep(len(self.steps) == steps, f"{len(self.steps)} Train commands")
             cut_off = [key for key, ended in self.evals_ended.items() if ended.state == "cut off"]

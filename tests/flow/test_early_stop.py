@@ -40,7 +40,9 @@ def note(early: EarlyStop, *scores: float) -> EarlyStop:
 
 
 def test_evals_without_a_gain_are_counted_in_a_row():
-    assert note(EarlyStop(case()), 0.1, 0.3, 0.2, 0.4, 0.3).state == SavedEarlyStop(best=0.4, best_step=3, without_gain=1)
+    assert note(EarlyStop(case()), 0.1, 0.3, 0.2, 0.4, 0.3).state == SavedEarlyStop(
+        measure="the reward of own", best=0.4, best_step=3, without_gain=1
+    )
     early = note(EarlyStop(case()), 0.1, 0.3, 0.2, 0.3)
     assert (early.state.without_gain, early.last_step) == (2, 6), "an equal score is not a gain"
     assert early.sentence == (
@@ -93,7 +95,6 @@ def test_a_run_killed_in_its_final_evals_plays_them_and_trains_no_more():
     snapshot = world.checkpoints[-1].snapshot
     assert snapshot.evals.rounds, "saved before its final eval had ended"
     again = World(case(checkpoint_every=1), Manners(eval_prompts=1), 6, journal=True, resumed=snapshot)
-    again.check = False  # what the rules know of an early end is the reason alone
     again.run()
     assert again.stop is not None
     assert again.stop.ok
@@ -110,3 +111,24 @@ def test_the_count_survives_a_resume():
     early = EarlyStop(case(stop_after=9))
     early.restore(saved[-1])
     assert early.state.without_gain == saved[-1].without_gain
+
+
+@pytest.mark.parametrize("changed", [{"stop_measure": "the reward of other"}, {"stop_lower": True}, {"stop_after": 0}])
+def test_scores_by_another_measure_are_compared_with_none_after_a_resume(changed: dict[str, Any]):
+    """Nor are those from before a time without a limit, in which nobody has counted."""
+    before = note(EarlyStop(case()), 0.9, 0.8, 0.7)
+    assert before.last_step < 9
+    early = EarlyStop(case(**changed))
+    early.restore(before.state)
+    assert (early.state.best, early.state.without_gain, early.last_step) == (None, 0, 9)
+    again = EarlyStop(case())
+    again.restore(early.state)
+    assert note(again, 0.1, 0.2).state == SavedEarlyStop(measure="the reward of own", best=0.2, best_step=1)
+
+
+def test_a_run_that_ended_early_trains_on_by_another_measure():
+    last = stopped().checkpoints[-1].snapshot
+    finished = msgspec.structs.replace(last, evals=msgspec.structs.replace(last.evals, rounds=()))
+    on = World(case(checkpoint_every=1, stop_measure="pass@1 of own"), Manners(eval_prompts=1), 5, resumed=finished).run()
+    assert on.stop is not None
+    assert on.stop.reason == "all 9 steps are trained"

@@ -15,10 +15,12 @@ import pytest
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
+from telescope.flow.checkpoint_schedule import CheckpointSchedule
 from telescope.flow.core import Core
 from telescope.flow.curriculum import PassRatePool, PassRateRules
 from telescope.flow.limits import FailureLimitsState
 from telescope.flow.replay import replay
+from telescope.flow.settings import EvalRules
 from telescope.flow.snapshot import Snapshot
 from tests.flow.cases import any_manners, any_settings
 from tests.flow.harness import Manners, World, mixed, settings, sometimes_equal
@@ -133,7 +135,7 @@ def many(first: int, count: int, largest_batch: int = 32) -> Iterator[tuple[Any,
 
 def test_runs_killed_at_random_instants_train_each_group_once_and_lose_none():
     """The rules (staleness, slots, seeds, shelf) are checked within each attempt, from its first event on."""
-    seen_all = list(many(0, 20, largest_batch=3))
+    seen_all = list(many(140, 20, largest_batch=3))
     resumed = [world for _, attempts, _ in seen_all for world in attempts if world.resumed is not None]
     made_of = what_was_resumed(resumed)
     assert min(made_of.values()) > 2, made_of
@@ -159,7 +161,7 @@ BEFORE_WORKERS = ("split_sizes", "digests")
 def test_a_core_that_goes_on_has_all_that_the_snapshot_has():
     """Each snapshot also with its discarded groups the other way round, and with rows of failures and discards under way:
     at the end of a step both are rare."""
-    found = [world.resumed for _, attempts, _ in many(0, 20, 3) for world in attempts if world.resumed is not None]
+    found = [world.resumed for _, attempts, _ in many(140, 20, 3) for world in attempts if world.resumed is not None]
     assert sum(bool(snapshot.baseline or snapshot.discarded) for snapshot in found) > 2
     assert sum(bool(snapshot.playing) for snapshot in found) > 2
     for snapshot in found:
@@ -212,7 +214,18 @@ def test_training_waits_for_a_save_under_way_when_the_next_is_due():
     world.settings = msgspec.structs.replace(world.settings, checkpoint_stop_timeout_s=1e6)
     world = World(world.settings, world.manners, seed=3).run()
     assert [saved.step for saved in world.checkpoints] == [1, 2, 3, 4]
-    assert any("training waits for it; raise checkpoint.every" in sentence for sentence in world.rules.warnings)
+    assert any(sentence.endswith("training waits for it; raise checkpoint.every") for sentence in world.rules.warnings)
+
+
+def test_where_the_next_save_is_due_by_an_eval_the_advice_names_the_eval():
+    own = EvalRules(name="own", environment="countdown", every=2)
+    schedule = CheckpointSchedule(settings(number_of_steps=9, evals=(own,), checkpoint_every=3, checkpoint_with="own"))
+    schedule.begin(1)
+    by_eval = "raise eval.every or evals.own.every (checkpoint.keep_best makes one for each eval)"
+    assert schedule.note_commit(2).endswith(f"step 1 is still being written: training waits for it; {by_eval}")
+    assert schedule.note_commit(3).endswith("; raise checkpoint.every")
+    assert schedule.note_commit(6).endswith(f"; raise checkpoint.every, and {by_eval.removeprefix('raise ')}")
+    assert schedule.note_commit(7) == ""
 
 
 def test_a_failed_save_lets_the_run_go_on():

@@ -44,9 +44,15 @@ def test_what_is_not_a_measure_is_refused(text: str):
 def test_the_best_is_the_one_with_the_best_score_and_a_checkpoint():
     rows = (row(0, 0.9), row(10, 0.2), row(20, 0.5), row(25, 0.8), row(30, 0.5), row(40, 0.1))
     best = after(EvalMeasure("own"), *rows)
-    assert best.described == {"measure": "the reward of own", "step": 20, "score": 0.5}, "of equal ones the earlier"
+    versions = {"version_first": None, "version_last": None}
+    assert best.described == {"measure": "the reward of own", "step": 20, "score": 0.5, **versions}, "of equal ones the earlier"
     assert after(EvalMeasure("own", lower_is_better=True), *rows).described["step"] == 40  # type: ignore[index]
-    assert after(EvalMeasure("own", 4), *rows).described == {"measure": "pass@4 of own", "step": 10, "score": 0.75}
+    assert after(EvalMeasure("own", 4), *rows).described == {
+        "measure": "pass@4 of own",
+        "step": 10,
+        "score": 0.75,
+        **versions,
+    }
 
 
 def test_what_is_not_complete_or_has_no_reward_has_no_score():
@@ -61,14 +67,29 @@ def test_a_step_whose_eval_still_plays_is_kept_too():
     assert best.protect(50, []) == {50}, "the one that will be complete"
 
 
-def test_it_goes_on_where_a_checkpoint_was_made():
-    before = after(EvalMeasure("own"), row(10, 0.2), row(20, 0.4), made=(10, 20))
-    again = BestCheckpoint(EvalMeasure("own"))
-    again.restore(before.save(), 30)
-    again.note_eval(row(30, 0.3))
-    assert again.described == {"measure": "the reward of own", "step": 20, "score": 0.4}
-    other = BestCheckpoint(EvalMeasure("own", 4))
-    other.restore(before.save(), 30)
-    assert other.described is None, "scores by another measure say nothing"
-    other.note_eval(row(30, 0.3))
-    assert other.described["step"] == 30  # type: ignore[index]
+def test_where_servers_are_held_a_score_of_other_weights_is_not_the_checkpoints():
+    rows = (row(10, 0.2, version_first=10, version_last=10), row(20, 0.9, version_first=20, version_last=21))
+    best, beside = BestCheckpoint(EvalMeasure("own"), exact=True), BestCheckpoint(EvalMeasure("own"))
+    for one in (best, beside):
+        one.restore((), (10, 20))
+    assert [best.note_eval(each) for each in rows] == [
+        "",
+        "the eval own of step 20 was played by versions 20 to 21: checkpoint.keep_best does not count it for the checkpoint of "
+        "step 20",
+    ]
+    assert best.note_eval(row(20, 0.9, name="other", version_first=21, version_last=21)) == ""
+    assert [beside.note_eval(each) for each in rows] == ["", ""]
+    assert best.described["step"] == 10  # type: ignore[index]
+    versions = {"version_first": 20, "version_last": 21}
+    assert beside.described == {"measure": "the reward of own", "step": 20, "score": 0.9, **versions}
+
+
+@pytest.mark.parametrize("measure", [EvalMeasure("own"), EvalMeasure("own", 4), EvalMeasure("own", lower_is_better=True)])
+def test_it_goes_on_by_what_was_written_down_whatever_the_measure_was(measure: EvalMeasure):
+    rows = (row(10, 0.2), row(20, 0.4), row(30, 0.3, pass_at={}))
+    again = BestCheckpoint(measure)
+    again.restore(rows, (10, 20))
+    again.note_checkpoint(30)
+    step = 20 if measure == EvalMeasure("own") else 10
+    assert again.described["step"] == step  # type: ignore[index]
+    assert again.protect(40, []) == {step}

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from telescope.flow import events
+from telescope.flow import commands, events
 from telescope.orchestrator import saved_state
 from telescope.orchestrator.checkpoints import CheckpointCoordinator, SaveRules
 from telescope.orchestrator.loop import Orchestrator
@@ -137,10 +137,10 @@ class Said:
         self.peer, self.answers = peer, answers
 
 
-def make_coordinator(folder: Path, **changes: Any) -> tuple[CheckpointCoordinator, Listener]:
+def make_coordinator(folder: Path, last_step: int = 0, **changes: Any) -> tuple[CheckpointCoordinator, Listener]:
     listener: Any = Listener()
     rules = SaveRules(folder, "run", "a", "hash", **{"timeout_s": 100.0, **changes})
-    return CheckpointCoordinator(listener, listener, listener, RANKS, rules), listener
+    return CheckpointCoordinator(listener, listener, listener, RANKS, rules, lambda: last_step), listener
 
 
 def say(coordinator: CheckpointCoordinator, peer: str, body: Any, answers: int | None = None) -> None:
@@ -182,24 +182,27 @@ def test_a_checkpoint_is_complete_when_every_part_is_written(tmp_path: Path, par
     assert state.core == part.core
 
 
-def test_the_coordinator_of_updates_knows_which_ranks_copy_their_state(tmp_path: Path, part: saved_state.OrchestratorState):
+def make_orchestrator(folder: Path, core: Any = None) -> Orchestrator:
     listener: Any = Listener()
-    rules = SaveRules(tmp_path, "run", "a", "hash", timeout_s=100.0)
     config: Any = SimpleNamespace(inference=SimpleNamespace(sleep_while_training="off"))
     peers: Any = SimpleNamespace(ranks=RANKS)
-    unused: Any = SimpleNamespace(find_dying=None)
-    orchestrator = Orchestrator(
+    unused: Any = SimpleNamespace(find_dying=None, append=lambda _: None)
+    return Orchestrator(
         config,
         hub=listener,
-        core=unused,
+        core=core,
         peers=peers,
         servers=unused,
         journal=unused,
         recorder=listener,
         recipe=unused,
         updates=UpdateRules(1.0, 1),
-        saves=rules,
+        saves=SaveRules(folder, "run", "a", "hash", timeout_s=100.0),
     )
+
+
+def test_the_coordinator_of_updates_knows_which_ranks_copy_their_state(tmp_path: Path, part: saved_state.OrchestratorState):
+    orchestrator = make_orchestrator(tmp_path)
     coordinator, weights = orchestrator.checkpoints, orchestrator.weights
     coordinator.begin(1, part, 0.0)
     say(coordinator, "trainer-1", CheckpointStaged(1, 0.25))
@@ -260,6 +263,38 @@ def test_of_the_last_checkpoint_nobody_says_that_the_run_goes_on(tmp_path: Path,
         say(coordinator, rank, CheckpointError(1, "full"))
     end_of(coordinator)
     assert listener.alerts == ["the checkpoint of step 1, the last, failed: trainer-0 could not write its part: full"]
+
+
+def test_in_a_run_that_ends_early_the_last_checkpoint_is_that_of_its_last_step(
+    tmp_path: Path, part: saved_state.OrchestratorState
+):
+    core = SimpleNamespace(last_step=60)
+    orchestrator = make_orchestrator(tmp_path, core)
+    core.last_step = 1
+    coordinator, listener = orchestrator.checkpoints, orchestrator.checkpoints._recorder
+    coordinator.begin(1, part, 0.0)
+    for rank in RANKS:
+        say(coordinator, rank, CheckpointError(1, "full"))
+    end_of(coordinator)
+    assert listener.alerts == ["the checkpoint of step 1, the last, failed: trainer-0 could not write its part: full"]  # type: ignore[attr-defined]
+
+
+def test_an_evals_score_is_heard_before_what_may_order_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else the checkpoint would hold the eval as ended, and its score would count nowhere after a resume."""
+    heard: list[Any] = []
+
+    def handle(event: Any, _: float) -> list[Any]:
+        heard.append(event)
+        return [commands.EndEval("own", step, "complete", 0, 0) for step in (2, 4)] if event == events.Tick() else []
+
+    orchestrator = make_orchestrator(tmp_path, SimpleNamespace(handle=handle, last_step=9))
+    scored = {step: events.EvalScored(eval="own", step=step, score=0.5) for step in (2, 4)}
+    monkeypatch.setattr(orchestrator.executor, "execute", lambda command: (scored[command.step],))
+    committed = events.UpdateDone(version=1)
+    orchestrator._events.extend([events.Tick(), committed])
+    while orchestrator._events:
+        orchestrator._handle(orchestrator._events.popleft())
+    assert heard == [events.Tick(), scored[2], scored[4], committed]
 
 
 def test_a_folder_that_takes_no_file_fails_the_checkpoint(tmp_path: Path, part: saved_state.OrchestratorState):

@@ -298,10 +298,12 @@ def test_an_eval_that_was_cut_off_at_an_earlier_step_is_owed_by_nobody(run: RunD
 
 
 @pytest.mark.parametrize(("limit", "last", "ended"), [(2, 5, True), (3, 5, False), (None, 5, False), (2, 6, False)])
-def test_a_run_that_ended_early_has_played_all_unless_its_limit_is_raised(
-    run: RunDirectory, limit: int | None, last: int, ended: bool
+@pytest.mark.parametrize("measure", ["the reward of countdown", "pass@4 of countdown"])
+def test_a_run_that_ended_early_has_played_all_unless_its_limit_is_raised_or_it_goes_by_another_measure(
+    run: RunDirectory, limit: int | None, last: int, ended: bool, measure: str
 ):
-    early = SavedEarlyStop(best=0.5, best_step=3, without_gain=2, last_step=last)
+    ended = ended and measure == "the reward of countdown"
+    early = SavedEarlyStop(measure=measure, best=0.5, best_step=3, without_gain=2, last_step=last)
     state = {"format": FORMAT, "core": {"step": 5, "early_stop": early}, "rollouts": []}
     folder = checkpoint(run, 5)
     (checkpoints.orchestrator_part(folder) / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
