@@ -18,7 +18,8 @@ from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import is_run
 from telescope.runlog.reader import rows
 
-OVER = frozenset({"complete", "changed", "left out"})
+PLAYED, CHANGED = "complete", "changed"
+OVER = frozenset({PLAYED, CHANGED, "left out"})
 """States of an eval that nobody goes on with. One that was cut off by the run's end may go on after a resume."""
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -35,6 +36,11 @@ class StandaloneEval:
 def read_ended(run: RunDirectory) -> frozenset[tuple[str, int]]:
     """(name, step) of each eval of the run itself that is over. Raises `DamagedFile`."""
     return frozenset((row["eval"], row["step"]) for row in rows(run, "evals") if row["state"] in OVER)
+
+
+def read_in_state(run: RunDirectory, state: str) -> frozenset[tuple[str, int]]:
+    """(name, step) of each eval of the run itself that has such a row. Raises `DamagedFile`."""
+    return frozenset((row["eval"], row["step"]) for row in rows(run, "evals") if row["state"] == state)
 
 
 def standalone_folder(run: RunDirectory, digest: str, step: int) -> Path:
