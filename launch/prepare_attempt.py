@@ -20,7 +20,7 @@ import msgspec
 
 from telescope._launch.slurm import queue
 from telescope.config.run import RunConfig
-from telescope.runlog import attempts, checkpoints, holder, opening
+from telescope.runlog import attempts, checkpoints, eval_rows, holder, opening
 from telescope.runlog.attempts import ALL_ROWS, CountedRows, Lineage, read_rows, write_lineage
 from telescope.runlog.eval_rows import CHANGED, read_ended, read_in_state
 from telescope.runlog.files import DamagedFile
@@ -249,4 +249,6 @@ def begin_anew(run: RunDirectory, config: RunConfig) -> None:
 def _clear(run: RunDirectory, config: RunConfig, step: int) -> None:
     root = checkpoints.root(run, config.checkpoint.dir)
     checkpoints.sweep(root)
-    checkpoints.set_later_aside(root, step, read_identity(run).attempt)
+    attempt = read_identity(run).attempt
+    checkpoints.set_later_aside(root, step, attempt)
+    eval_rows.set_later_aside(run, step, attempt)

@@ -25,7 +25,7 @@ from telescope.config.run import RunConfig, as_json
 from telescope.config.validate import validate
 from telescope.config.words import ConfigError
 from telescope.runlog import checkpoints, opening
-from telescope.runlog.eval_rows import CHANGED, PLAYED, read_in_state, standalone_folder
+from telescope.runlog.eval_rows import CHANGED, PLAYED, put_aside, read_in_state, sent_file, standalone_folder
 from telescope.runlog.files import DamagedFile
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory, write_atomically
@@ -94,7 +94,7 @@ class EvalJob:
             raise EvalRefused(f"{error}: remove {self.folder} to play it anew") from error
         if found == self.identity:
             return False
-        if found and self.checkpoint is not None:
+        if found and self.source is not None:
             return True
         held = "the result of another model, of other evals, or of other settings" if found else "a run of another command"
         raise EvalRefused(f"{self.folder} holds {held}: name another folder with --to")
@@ -103,7 +103,7 @@ class EvalJob:
         """Have the weights there, and give the configuration of this attempt. Raises `EvalRefused`."""
         begun = opening.is_run(self.folder)
         if begun and self._is_of_other_weights:
-            _put_aside(self.folder)
+            _make_room(self.folder)
             begun = False
         if self.weights is not None and self.source is not None and self.checkpoint is not None:
             _sweep(self.folder, self.weights)
@@ -187,17 +187,16 @@ def name_weights(folder: Path, checkpoint: Path) -> Path:
     return folder.with_name(f"{folder.name}.{hashlib.blake2b(made, digest_size=5).hexdigest()}.model")
 
 
-def _put_aside(folder: Path) -> None:
+def _make_room(folder: Path) -> None:
     """The result of a step that was trained anew since. Raises `EvalRefused` while it is still played."""
     from telescope._launch.prepare_attempt import CannotResume, refuse_alive
 
     run = RunDirectory(folder)
     try:
         refuse_alive(run)
-        folder.rename(folder.with_name(f"{folder.name}.before-{os.urandom(4).hex()}"))
+        put_aside(folder, os.urandom(4).hex())
     except CannotResume as error:
         raise EvalRefused(str(error)) from error
-    _sent_to_wandb(folder).unlink(missing_ok=True)
 
 
 def _sweep(folder: Path, kept: Path | None) -> None:
@@ -310,7 +309,7 @@ def _send_to_wandb(run: RunDirectory, folder: Path, say: Tell) -> None:
     from telescope.runlog.identity import read_identity
     from telescope.runlog.wandb_mirror import send_evals, share_of, wanted
 
-    trained, sent = opening.read(run), _sent_to_wandb(folder)
+    trained, sent = opening.read(run), sent_file(folder)
     if sent.exists() or not wanted(trained.logging, os.environ):
         return
     seen = opening.look(run)
@@ -324,10 +323,6 @@ def _send_to_wandb(run: RunDirectory, folder: Path, say: Tell) -> None:
         say(f"The numbers did not reach W&B ({failure}): give the command again to try again.")
     else:
         write_atomically(sent, "", mode=0o600)
-
-
-def _sent_to_wandb(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.wandb")
 
 
 # ---- a model

@@ -55,6 +55,25 @@ def find_standalone(run: RunDirectory) -> Iterator[StandaloneEval]:
             yield StandaloneEval(folder.parent.name, int(named[1]), RunDirectory(folder))
 
 
+def sent_file(folder: Path) -> Path:
+    """There once the numbers of the standalone eval in `folder` have gone to W&B."""
+    return folder.with_name(f"{folder.name}.wandb")
+
+
+def put_aside(folder: Path, name: str) -> None:
+    """The standalone eval of a step that is another model by now becomes `step_….before-<name>`, which nothing reads. Raises
+    OSError."""
+    folder.rename(folder.with_name(f"{folder.name}.before-{name}"))
+    sent_file(folder).unlink(missing_ok=True)
+
+
+def set_later_aside(run: RunDirectory, step: int, attempt: str) -> None:
+    """Those of steps after `step`, from which an attempt goes another way, as their checkpoints are. Raises OSError."""
+    for one in find_standalone(run):
+        if one.step > step:
+            put_aside(one.run.path, attempt)
+
+
 def read_eval_rows(run: RunDirectory, stream: str) -> list[dict[str, Any]]:
     """Rows of `evals` or `eval_samples`: the run's own, and behind them those of its standalone evals, which have their
     digest as `standalone`. Raises `DamagedFile`."""

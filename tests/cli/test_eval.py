@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from telescope._launch.prepare_attempt import ResumePoint, begin_at
 from telescope.cli import eval as command
 from telescope.cli.completion import candidates
 from telescope.cli.eval_compare import PromptScore, compare, pair_prompts
@@ -236,6 +237,19 @@ def test_a_step_that_was_trained_anew_is_played_anew(tmp_path: Path):
     old.weights.mkdir()
     with pytest.raises(EvalRefused, match="was trained anew meanwhile"):
         old.prepare(print)
+
+
+def test_an_attempt_that_goes_another_way_sets_results_of_later_steps_aside(tmp_path: Path):
+    made = config(evals={"countdown": {}})
+    run = make_run(tmp_path / "run", made, [2, 4])
+    earlier, later = jobs_of(run, steps="2,4")
+    for job in (earlier, later):
+        make_played(job, ("countdown", "complete"))
+    sent = later.folder.with_name(f"{later.folder.name}.wandb")
+    sent.touch()
+    begin_at(run, made, ResumePoint(2, run.checkpoints / "step_00000002"), 2)
+    assert [row["step"] for row in read_eval_rows(run, "evals")] == [2]
+    assert (earlier.is_played, later.is_played, sent.exists()) == (True, False, False)
 
 
 def test_what_a_killed_export_left_is_swept(tmp_path: Path):
