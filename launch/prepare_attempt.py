@@ -20,9 +20,9 @@ import msgspec
 
 from telescope._launch.slurm import queue
 from telescope.config.run import RunConfig
-from telescope.runlog import attempts, checkpoints, holder, opening
+from telescope.runlog import attempts, checkpoints, eval_rows, holder, opening
 from telescope.runlog.attempts import ALL_ROWS, CountedRows, Lineage, read_rows, write_lineage
-from telescope.runlog.eval_rows import read_ended
+from telescope.runlog.eval_rows import CHANGED, read_ended, read_in_state
 from telescope.runlog.files import DamagedFile
 from telescope.runlog.identity import read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
@@ -226,9 +226,14 @@ def refuse_all_played(run: RunDirectory, config: RunConfig) -> None:
     """Raises `CannotResume` where a run that does not train has nothing left to do."""
     played = {(one.name, config.number_of_steps) for one in config.active_evals}
     try:
-        ended = read_ended(run)
+        ended, changed = read_ended(run), played & read_in_state(run, CHANGED)
     except DamagedFile as error:
         raise CannotResume(str(error)) from error
+    if changed:
+        raise CannotResume(
+            f"the eval {min(changed)[0]} of {run.path} has other settings or prompts than when it began: remove the folder to "
+            "play it anew"
+        )
     if played <= ended:
         raise CannotResume(f"{run.path} has played all its evals: there is nothing left to play")
 
@@ -247,4 +252,6 @@ def begin_anew(run: RunDirectory, config: RunConfig) -> None:
 def _clear(run: RunDirectory, config: RunConfig, step: int) -> None:
     root = checkpoints.root(run, config.checkpoint.dir)
     checkpoints.sweep(root)
-    checkpoints.set_later_aside(root, step, read_identity(run).attempt)
+    attempt = read_identity(run).attempt
+    checkpoints.set_later_aside(root, step, attempt)
+    eval_rows.set_later_aside(run, step, attempt)

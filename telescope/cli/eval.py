@@ -48,21 +48,33 @@ def main(arguments: Sequence[str]) -> int:
     from telescope.cli.resume import WrongOverride
     from telescope.cli.start import say
     from telescope.compose.load import UsageError
+    from telescope.runlog.eval_rows import CHANGED, PLAYED
+    from telescope.runlog.files import DamagedFile
 
     targets = [one for one in asked.given if not _is_override(one)]
     overrides = [one for one in asked.given if _is_override(one)]
     if not targets:
         sys.stderr.write("telescope eval: name what is to be evaluated: a run directory, a model or a URL; --help says more\n")
         return USAGE
+    if asked.to is not None and len(targets) > 1:
+        sys.stderr.write(f"telescope eval: --to {asked.to} is the folder of one result, and there are {len(targets)} targets\n")
+        return USAGE
     code, rows = OK, list[dict[str, Any]]()
     try:
         jobs = [job for target in targets for job in list_jobs(target, asked, overrides)]
         for job in jobs:
-            ended = _play(job)
-            played = list(_read_rows(job))
+            try:
+                ended, played = _play(job), list(_read_rows(job))
+            except (EvalRefused, DamagedFile) as error:  # of this job alone: a checkpoint may be gone by its turn
+                say(f"telescope eval: {error}")
+                code = FAILED
+                continue
             rows += played
             for row in played:
-                if row["state"] == "complete" and not row["scored"]:
+                if row["state"] == CHANGED:
+                    say(job.describe_change(row["eval"]))
+                    ended = FAILED
+                elif row["state"] == PLAYED and not row["scored"]:
                     say(f"{job.label}: no sample of {row['eval']} was scored; the logs in {job.folder} say why")
                     ended = ended or FAILED
             code = ended or code
@@ -108,7 +120,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _is_override(given: str) -> bool:
-    return ("=" in given and not given.startswith(URLS)) or given.startswith("~")
+    if given.startswith(URLS) or os.path.exists(given):  # a folder may be called lr=0.1
+        return False
+    return "=" in given or given.startswith("~")
 
 
 # ---- playing
@@ -135,7 +149,7 @@ def _play(job: EvalJob) -> int:
         raise EvalRefused("\n".join(found))
     said = tuple(filter(None, (describe_shared_gpus(plan) if plan else "",)))
     now = datetime.now().astimezone()
-    order = RunOrder(config, plan, standing, said, tuple(job.arguments), now, program="telescope eval")
+    order = RunOrder(config, plan, standing, said, tuple(job.arguments), now, program="telescope eval", evaluated=job.identity)
     say(f"{job.label}: in {job.folder}")
     if config.inference.remote is not None and (key := describe_key(config.inference.remote, os.environ)):
         say(key)

@@ -136,7 +136,7 @@ class _Loader:
         if one is None:
             raise NotComparable(f"{self.run.path} has rows of the eval {name}, which its configuration no longer has")
         samples = [row for row in rows(self.run, "eval_samples") if (row["eval"], row.get("step")) == (name, step)]
-        scored = [row for row in samples if row["status"] == "scored"]
+        scored = list({row["rollout_id"]: row for row in samples if row["status"] == "scored"}.values())
         return EvalResult(
             name, f"{self.run.path}, step {step}", config, self.row, _score_prompts(self.row, samples, scored, config, one)
         )

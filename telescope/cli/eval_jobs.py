@@ -1,7 +1,8 @@
 """What `telescope eval` plays: one job a target and step, each with the configuration and the folder of the run that plays it.
 
-Of a run directory the weights of a checkpoint are exported to a folder, served, and removed when all is played. Owns where
-results lie, and when two commands mean the same. Refuses to start anything.
+Of a run directory the weights of a checkpoint are exported to a folder, served, and removed when all is played. A result stands
+for the weights, evals and servers that its digest is of, and for no others. Owns where results lie, and when two commands mean
+the same. Refuses to start anything.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from telescope.cli.resume import WrongOverride, put_setting, read_changes
 from telescope.config.evals import EvalEntry, digest_sampling
+from telescope.config.precision import served_precision
 from telescope.config.run import RunConfig, as_json
 from telescope.config.secrets import make_reference, parse_reference
 from telescope.config.sections import RemoteServer, find_url_mistake, is_loopback
 from telescope.config.validate import validate
 from telescope.config.words import ConfigError
 from telescope.runlog import checkpoints, opening
-from telescope.runlog.eval_rows import read_ended, standalone_folder
+from telescope.runlog.eval_rows import CHANGED, PLAYED, put_aside, read_in_state, sent_file, standalone_folder
 from telescope.runlog.files import DamagedFile
+from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.reader import rows
 
@@ -35,6 +38,12 @@ STEPS = re.compile(r"\d+(,\d+)*")
 EVALS = re.compile(r"\+{0,2}evals\.([A-Za-z0-9_-]+)(\.(\w+(?:\.\w+)*))?=.*", re.DOTALL)
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Tell = Callable[[str], None]
+NOT_GIVEN = {
+    "cluster.trainer_num_workers": "an eval trains nothing",
+    "number_of_steps": "--steps names the checkpoints of a run that are evaluated",
+    "run_dir": "--to says where results of a model or a URL lie, and those of a run lie in the run",
+}
+"""Settings that this command decides itself, and why."""
 
 
 class EvalRefused(ValueError):
@@ -43,40 +52,76 @@ class EvalRefused(ValueError):
 
 @dataclass(frozen=True)
 class EvalJob:
-    """One model, and the evals of `config` on it. `folder`: of the run that plays them. `weights`: where a checkpoint
-    of the run `source` is exported to; None: the model is there."""
+    """One model, and the evals of `config` on it. `folder`: of the run that plays them. `identity`: digest of the weights and
+    of all else that a score follows from. `weights`: where the `checkpoint` of the run `source` is exported to; None: the model
+    is there."""
 
     target: str
     label: str
     config: RunConfig
     folder: Path
     arguments: tuple[str, ...]
+    identity: str
     source: RunDirectory | None = None
-    weights: Path | None = field(default=None)
+    checkpoint: Path | None = None
+    weights: Path | None = None
 
     @property
     def is_played(self) -> bool:
-        """Whether each eval has its row."""
+        """Whether each eval has its complete row. Raises `EvalRefused` where the folder is of another eval, and where an eval
+        could not go on."""
         run = RunDirectory(self.folder)
-        if not opening.is_run(self.folder):
+        if not opening.is_run(self.folder) or self._is_of_other_weights:
             return False
+        wanted = {(one.name, self.config.number_of_steps) for one in self.config.active_evals}
         try:
-            return {(one.name, self.config.number_of_steps) for one in self.config.active_evals} <= read_ended(run)
+            played, changed = read_in_state(run, PLAYED), wanted & read_in_state(run, CHANGED)
         except DamagedFile as error:
             raise EvalRefused(f"{error}: remove {self.folder} to play it anew") from error
+        if changed:
+            raise EvalRefused(self.describe_change(min(changed)[0]))
+        return wanted <= played
+
+    def describe_change(self, name: str) -> str:
+        return (
+            f"{self.label}: the eval {name} has other prompts or settings than when it began, and its parts would not be of "
+            f"one: remove {self.folder} to play it anew"
+        )
+
+    @property
+    def _is_of_other_weights(self) -> bool:
+        """Whether the run's step was evaluated before it was trained anew. Raises `EvalRefused` where the folder is not one
+        that this command made for the same."""
+        try:
+            found = read_identity(RunDirectory(self.folder)).evaluated
+        except (OSError, DamagedFile) as error:
+            raise EvalRefused(f"{error}: remove {self.folder} to play it anew") from error
+        if found == self.identity:
+            return False
+        if found and self.source is not None:
+            return True
+        held = "the result of another model, of other evals, or of other settings" if found else "a run of another command"
+        raise EvalRefused(f"{self.folder} holds {held}: name another folder with --to")
 
     def prepare(self, say: Tell) -> RunConfig:
         """Have the weights there, and give the configuration of this attempt. Raises `EvalRefused`."""
-        if self.weights is not None and self.source is not None and not self.weights.exists():
-            _export(self.source, self.config.number_of_steps, self.weights, say)
         begun = opening.is_run(self.folder)
+        if begun and self._is_of_other_weights:
+            _make_room(self.folder)
+            begun = False
+        if self.weights is not None and self.source is not None and self.checkpoint is not None:
+            _sweep(self.folder, self.weights)
+            if not self.weights.exists():
+                _export(self.source, self.config.number_of_steps, self.weights, say)
+            if name_weights(self.folder, self.checkpoint) != self.weights:
+                raise EvalRefused(f"{self.label} was trained anew meanwhile: give the command again")
         resumed = self.config.checkpoint.model_copy(update={"resume": begun})
         return self.config.model_copy(update={"checkpoint": resumed})
 
     def finish(self, say: Tell) -> None:
         """All is played: the exported weights go, and the numbers to the run's W&B run, unless they are there."""
         if self.weights is not None:
-            shutil.rmtree(self.weights, ignore_errors=True)
+            _sweep(self.folder, None)
         if self.source is not None:
             _send_to_wandb(self.source, self.folder, say)
 
@@ -84,12 +129,28 @@ class EvalJob:
 def list_jobs(target: str, asked: argparse.Namespace, overrides: Sequence[str]) -> Iterator[EvalJob]:
     """Raises `EvalRefused`, `WrongOverride` and `UsageError`."""
     path = Path(target)
+    _refuse_decided(overrides)
     if target.startswith(("http://", "https://")):
         yield _make_url_job(target, asked, overrides)
     elif opening.is_run(path):
         yield from _list_run_jobs(target, RunDirectory(path.absolute()), asked, overrides)
     else:
         yield _make_model_job(target, asked, overrides)
+
+
+def _refuse_decided(overrides: Sequence[str], more: Mapping[str, str] | None = None) -> None:
+    decided = NOT_GIVEN if more is None else more
+    for override in overrides:
+        place = override.lstrip("+~").partition("=")[0]
+        if place in decided:
+            raise WrongOverride(f"{override}: {decided[place]}; leave it out")
+
+
+def _spell_options(asked: argparse.Namespace) -> tuple[str, ...]:
+    """Those by which a model or a URL is evaluated, as they are typed."""
+    key = asked.key_env if asked.model else None
+    given = {"--model": asked.model, "--key-env": key, "--to": asked.to, "-cd": asked.config_dir}
+    return tuple(str(part) for name, value in given.items() if value is not None for part in (name, value))
 
 
 # ---- a run
@@ -106,15 +167,50 @@ def _list_run_jobs(target: str, run: RunDirectory, asked: argparse.Namespace, ov
         )
     if asked.to is not None:
         raise EvalRefused(f"--to is for models and URLs: results of a run lie in the run, {run.evals}")
+    _refuse_decided(overrides, {"model.name": "what is evaluated is the run's own model; name another one as the target"})
+    root = checkpoints.root(run, trained.checkpoint.dir)
     for step in _choose_steps(run, trained, asked.steps):
         config = _judge(_make_settings(trained, overrides, step))
-        digest = digest_evals(config)
-        folder = standalone_folder(run, digest, step)
-        weights = folder.with_name(f"{folder.name}.model") if step else None
+        folder = standalone_folder(run, digest_evals(config), step)
+        checkpoint = checkpoints.complete_folder(root, step) if step else None
+        weights = None if checkpoint is None else name_weights(folder, checkpoint)
+        identity = digest_evals(config, _identify_model(trained.model.name) if weights is None else weights.name)
         model = trained.model.name if weights is None else str(weights)
         config = config.model_copy(update={"run_dir": str(folder), "model": config.model.model_copy(update={"name": model})})
         arguments = (target, "--steps", str(step), *overrides)
-        yield EvalJob(target, f"{target} step {step}", config, folder, arguments, run, weights)
+        yield EvalJob(target, f"{target} step {step}", config, folder, arguments, identity, run, checkpoint, weights)
+
+
+def name_weights(folder: Path, checkpoint: Path) -> Path:
+    """Beside the results of a step, with a digest of the checkpoint in its name: one that is trained anew has another. Raises
+    `EvalRefused`."""
+    try:
+        made = (checkpoint / checkpoints.COMPLETE).read_bytes()
+    except OSError as error:
+        raise EvalRefused(f"{checkpoint} can't be read ({error.strerror}): choose another step") from error
+    return folder.with_name(f"{folder.name}.{hashlib.blake2b(made, digest_size=5).hexdigest()}.model")
+
+
+def _make_room(folder: Path) -> None:
+    """The result of a step that was trained anew since. Raises `EvalRefused` while it is still played."""
+    from telescope._launch.prepare_attempt import CannotResume, refuse_alive
+
+    run = RunDirectory(folder)
+    try:
+        refuse_alive(run)
+        put_aside(folder, os.urandom(4).hex())
+    except CannotResume as error:
+        raise EvalRefused(str(error)) from error
+
+
+def _sweep(folder: Path, kept: Path | None) -> None:
+    """Remove exported weights of the step, but `kept`, and what an export that was killed has left."""
+    for left in folder.parent.glob(f"{folder.name}.*.model"):
+        if left != kept:
+            shutil.rmtree(left, ignore_errors=True)
+    for left in folder.parent.glob(f".{folder.name}.*.model.partial-*"):
+        if not Path("/proc", left.name.rpartition("-")[2]).exists():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _choose_steps(run: RunDirectory, config: RunConfig, given: str) -> list[int]:
@@ -153,7 +249,7 @@ def _make_settings(trained: RunConfig, overrides: Sequence[str], step: int) -> d
         "checkpoint": {},
         "evals": entries or {label: {} for label in trained.environments},
     }
-    settings["eval"] = {**settings["eval"], "every": None}
+    settings["eval"] = {**settings["eval"], "every": None, "num_servers": "auto", "stop_after": None}
     return _change(settings, overrides)
 
 
@@ -217,7 +313,7 @@ def _send_to_wandb(run: RunDirectory, folder: Path, say: Tell) -> None:
     from telescope.runlog.identity import read_identity
     from telescope.runlog.wandb_mirror import send_evals, share_of, wanted
 
-    trained, sent = opening.read(run), folder.with_name(f"{folder.name}.wandb")
+    trained, sent = opening.read(run), sent_file(folder)
     if sent.exists() or not wanted(trained.logging, os.environ):
         return
     seen = opening.look(run)
@@ -271,26 +367,38 @@ def _place_job(
     target: str, config: RunConfig, asked: argparse.Namespace, stem: str, overrides: Sequence[str], model: str = ""
 ) -> EvalJob:
     stem = re.sub(r"[^A-Za-z0-9._+-]", "-", stem)[:60]
-    digest = digest_evals(config, model or config.model.name)
+    digest = digest_evals(config, model or _identify_model(config.model.name))
     folder = asked.to.absolute() if asked.to is not None else Path("runs", "evals", f"{stem}-{digest}").absolute()
     config = config.model_copy(update={"run_dir": str(folder), "name": config.name or f"{stem}-eval"})
-    return EvalJob(target, target, config, folder, (target, *overrides))
+    return EvalJob(target, target, config, folder, (target, *_spell_options(asked), *overrides), digest)
+
+
+def _identify_model(name: str) -> str:
+    """The name, and of a folder what its files are: other weights in it are another model."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return name
+    files = sorted((file.name, file.stat()) for file in folder.iterdir() if file.is_file())
+    return f"{name} {[(file, seen.st_size, seen.st_mtime_ns) for file, seen in files]}"
 
 
 def digest_evals(config: RunConfig, model: str = "") -> str:
-    """10 hexadecimal digits over what is played and how it is sampled, not over where: two commands of one digest mean the
-    same."""
-    rollout, length, template = config.rollout, config.inference.max_model_len, config.model
+    """10 hexadecimal digits over what is played, how it is served and how it is sampled, not over where: two commands of one
+    digest mean the same."""
+    rollout, inference, template = config.rollout, config.inference, config.model
     played = {
         one.name: [
             config.played[one.label].name,
             config.played[one.label].kwargs,
             *(one.num_samples, one.num_prompts, sorted(one.pass_at_k), one.pass_above),
-            digest_sampling(one, config.played[one.label], rollout, length),
+            digest_sampling(one, config.played[one.label], rollout, inference.max_model_len),
+            config.reward_min(one.label),
         ]
         for one in config.active_evals
     }
-    used = [played, config.seed, template.chat_template, template.enable_thinking, model, config.inference.dtype]
+    precision = served_precision(config, config.cluster.device)
+    served = [inference.engine, inference.vllm, precision, template.dtype, template.chat_template, template.enable_thinking]
+    used = [played, config.seed, model, served, rollout.timeout_s, rollout.max_attempts]
     return hashlib.blake2b(json.dumps(used, sort_keys=True).encode(), digest_size=5).hexdigest()
 
 

@@ -52,6 +52,8 @@ class RunOrder:
     """The module that was given the arguments."""
     by_itself: bool = False
     """An attempt that nobody asked for: it passes over checkpoints that are damaged, where a person is told of them."""
+    evaluated: str = ""
+    """As `RunIdentity` has it."""
 
 
 def with_name(config: RunConfig) -> RunConfig:
@@ -148,13 +150,13 @@ def run_one(order: RunOrder) -> int:
 
 
 def way_to_look(config: RunConfig) -> str:
-    """The command that shows what a run has learnt, however it ended; empty where its directory is gone, and where its last
-    words are that its last checkpoint is lost."""
+    """The command that shows what a run has learnt, however it ended; empty where it does not train, where its directory is
+    gone, and where its last words are that its last checkpoint is lost."""
     from telescope.runlog.layout import RunDirectory
     from telescope.runlog.opening import is_run, look
 
     run = RunDirectory(Path(str(config.run_dir)))
-    if not is_run(run.path) or look(run).summary.get("lost_checkpoint"):
+    if not config.trains or not is_run(run.path) or look(run).summary.get("lost_checkpoint"):
         return ""
     return f"to see what it has learnt, or why not: python -m telescope show {shlex.quote(str(run.path))}"
 
@@ -368,7 +370,8 @@ def write_down(directory: RunDirectory, order: RunOrder) -> None:
     from telescope.runlog.identity import new_identity, write_identity
 
     _write_settings(directory, order)
-    write_identity(directory, new_identity(order.config.name, order.started, config_hash(order.config), order.warnings))
+    config = order.config
+    write_identity(directory, new_identity(config.name, order.started, config_hash(config), order.warnings, order.evaluated))
     if order.config.inference.makes_http_key:
         http_key.make(directory)
 

@@ -37,12 +37,23 @@ def find_obstacles_to_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> 
         for path, why in fixed.items()
         if (was := _stepped(old, path)) != (here := _stepped(new, path))
     ]
-    return [*found, *_rounded(old, new), *_environments(old.get("environments", {}), new.get("environments", {}))]
+    found = [*_trains(old, new), *found, *_rounded(old, new)]
+    return [*found, *_environments(old.get("environments", {}), new.get("environments", {}))]
 
 
 def _stepped(config: Mapping[str, Any], path: str) -> Any:
     """A setting; backend=megatron has no choice of optimizers, and steps with AdamW."""
     return "adamw" if path == "backend.optimizer" and _at(config, "backend.name") == "megatron" else _at(config, path)
+
+
+def _trains(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """A run of evals that took over the directory of one that trains would put its rows aside, and be what is resumed next."""
+    was, here = _at(old, "cluster.trainer_num_workers"), _at(new, "cluster.trainer_num_workers")
+    if None not in (was, here) and (was > 0) != (here > 0):
+        yield (
+            f"cluster.trainer_num_workers={here} was {was} when the run began: a run that trains and one that plays evals "
+            "alone have a directory each; name another"
+        )
 
 
 SCHEDULE = ("learning_rate", "lr_scheduler", "warmup_steps", "min_lr_ratio")

@@ -223,6 +223,9 @@ class Core:
             self._evals.begin_due(self.version, members.eval_sizes, members.digests)
         else:
             self._evals.go_on(members.eval_sizes, members.digests)
+            if not settings.trains:
+                known = frozenset(rules.name for rules in resumed.settings.evals)
+                self._evals.begin_due(self.version, members.eval_sizes, members.digests, known)
             if self._opened:
                 self._share_servers()
         if self.version == self._early_stop.last_step:
@@ -345,6 +348,12 @@ class Core:
             self._out.append(do.WarnUser(sentence))
 
     def _make_end(self) -> do.EndRun:
+        if not self.settings.trains and (changed := self._evals.changed):
+            return do.EndRun(
+                f"the eval {changed[0]} has other settings or prompts than when it began, and its parts would not be of one: "
+                "remove the run directory to play it anew",
+                ok=False,
+            )
         if not self.settings.trains:
             return do.EndRun("all evals are played", ok=True)
         return do.EndRun(self._early_stop.sentence or f"all {self.version} steps are trained", ok=True)

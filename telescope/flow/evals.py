@@ -113,6 +113,8 @@ class Evals:
         """Those played on the servers that are held now, ended ones included."""
         self.ended = False
         """One has, since the core last looked."""
+        self.changed: list[str] = []
+        """Names of those that could not go on, as they would be played otherwise than they were begun."""
         self.last_step = settings.number_of_steps
         """Of the run, as far as is known: evals that are due then are its final ones."""
         self._next_id = EVAL_IDS
@@ -135,13 +137,15 @@ class Evals:
 
     # ---- begun and ended
 
-    def begin_due(self, version: int, sizes: Mapping[str, int], digests: Mapping[str, str]) -> None:
+    def begin_due(
+        self, version: int, sizes: Mapping[str, int], digests: Mapping[str, str], known: frozenset[str] = frozenset()
+    ) -> None:
         """At the commit of `version`, 0 before the first step. `sizes`: prompts in the eval split of each environment;
-        `digests`: of their cards. An eval whose last round still plays is left out, so that slow ones don't pile up; the last
-        of a run never is."""
+        `digests`: of their cards; `known`: names of those that have begun. An eval whose last round still plays is left out,
+        so that slow ones don't pile up; the last of a run never is."""
         last = version == self.last_step
         for rules in self._settings.evals:
-            if not rules.is_due(version, last=last):
+            if rules.name in known or not rules.is_due(version, last=last):
                 continue
             if not last and any(one.rules.name == rules.name for one in self._rounds):
                 self._say(do.EndEval(rules.name, version, "left out", 0, 0))
@@ -251,11 +255,14 @@ class Evals:
             group.state = GroupState.COMPLETE
             self._lanes.leave_lane(group)
         if not of.undecided:
-            self._rounds.remove(of)
-            for ended in of.groups:
-                ended.close()
-            self._say(do.EndEval(of.rules.name, of.step, "complete", of.failed, 0))
-            self.ended = True
+            self._complete(of)
+
+    def _complete(self, of: EvalRound) -> None:
+        self._rounds.remove(of)
+        for ended in of.groups:
+            ended.close()
+        self._say(do.EndEval(of.rules.name, of.step, "complete", of.failed, 0))
+        self.ended = True
 
     # ---- a checkpoint
 
@@ -273,6 +280,7 @@ class Evals:
             if not self._is_same(saved, sizes, digests):
                 unfinished = saved.prompts * saved.rules.num_samples - len(saved.scored) - len(saved.failed)
                 self._say(do.EndEval(saved.rules.name, saved.step, "changed", len(saved.failed), unfinished))
+                self.changed.append(saved.rules.name)
                 self._say(
                     do.WarnUser(
                         f"the eval {saved.rules.name} of step {saved.step} was under way at the checkpoint and has other "
@@ -302,7 +310,10 @@ class Evals:
             group.undecided = sum(rollout.status is RolloutStatus.WAITING for rollout in group.rollouts)
             group.state = GroupState.PENDING if group.undecided else GroupState.COMPLETE
         of.failed, of.undecided = len(saved.failed), of.undecided - len(decided)
-        self._line_up(of)
+        if of.undecided:
+            self._line_up(of)
+        else:  # its last sample was scored, and its own row lost
+            self._complete(of)
 
 
 def eval_seed(run_seed: int, name: str, index: int, sample: int) -> int:

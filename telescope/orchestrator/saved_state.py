@@ -295,7 +295,8 @@ def start_run(run: RunDirectory, settings: FlowSettings) -> RunStart:
 
 def _go_on_with_evals(run: RunDirectory, settings: FlowSettings, lineage: Lineage) -> RunStart:
     """The evals as an earlier attempt began them, with the scores of its rows. A sample without a scored row is played, one
-    that was given up too. Raises `CheckpointUnreadable`, and `CannotGoOn` with a sentence."""
+    that was given up too; an eval that no attempt has begun begins. Raises `CheckpointUnreadable`, and `CannotGoOn` with a
+    sentence."""
     try:
         begun = _read_begun_evals(run, lineage)
         ended = [row for row in rows(run, "evals") if row["state"] in OVER]
@@ -311,12 +312,17 @@ def _go_on_with_evals(run: RunDirectory, settings: FlowSettings, lineage: Lineag
             continue
         size = one.prompts * one.rules.num_samples
         known = [number for number in range(one.first_id, one.first_id + size) if number in scored]
-        known = known[: size - 1]  # what ends an eval is its last sample: where only its own row was lost, one is played again
         rounds.append(msgspec.structs.replace(one, scored=tuple(known), failed=()))
         under_way.append(_make_progress(one, {number: scored[number] for number in known}))
     complete = tuple(row for row in ended if row["state"] == "complete")
+    names = {name for name, _ in over} | {one.rules.name for one in rounds}
+    known_rules = tuple(rules for rules in begun.settings.evals if rules.name in names)
+    if not known_rules:
+        return RunStart(Core(settings), lineage)
     snapshot = msgspec.structs.replace(
-        begun, settings=settings, evals=msgspec.structs.replace(begun.evals, rounds=tuple(rounds))
+        begun,
+        settings=msgspec.structs.replace(settings, evals=known_rules),
+        evals=msgspec.structs.replace(begun.evals, rounds=tuple(rounds)),
     )
     scores = SavedEvalScores(tuple(under_way), complete, complete)
     try:
@@ -327,8 +333,8 @@ def _go_on_with_evals(run: RunDirectory, settings: FlowSettings, lineage: Lineag
 
 
 def _read_begun_evals(run: RunDirectory, lineage: Lineage) -> Snapshot | None:
-    """The core of the latest earlier attempt that came so far, when its evals had begun. None: none came so far. Raises
-    `DamagedFile` and `JournalDamaged`."""
+    """The core of the latest earlier attempt that came so far, when its evals had begun, with those it went on with. None: none
+    came so far. Raises `DamagedFile` and `JournalDamaged`."""
     for part in reversed(lineage.before):
         journal = RunDirectory(run.earlier_attempt(part.attempt)).journal
         if not journal.exists():
@@ -337,15 +343,24 @@ def _read_begun_evals(run: RunDirectory, lineage: Lineage) -> Snapshot | None:
         if (first := next(lines, None)) is None:
             continue
         opening = read_opening(first)
-        if opening.snapshot is not None:
-            return opening.snapshot
         core = opening.core()
         for number, text in enumerate(lines, start=2):
             line = decode_line(text, number)
             core.handle(line.event, line.now)
             if isinstance(line.event, WorkerJoined) and not core.ended:
-                return core.snapshot()
+                return _with_rounds_of(core.snapshot(), opening.snapshot)
+        if opening.snapshot is not None:
+            return opening.snapshot
     return None
+
+
+def _with_rounds_of(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
+    """With the rounds that ended as soon as they went on: the row that says so may be lost."""
+    playing = {one.rules.name for one in snapshot.evals.rounds}
+    ended = () if before is None else tuple(one for one in before.evals.rounds if one.rules.name not in playing)
+    return msgspec.structs.replace(
+        snapshot, evals=msgspec.structs.replace(snapshot.evals, rounds=(*ended, *snapshot.evals.rounds))
+    )
 
 
 def _make_progress(one: SavedRound, scored: Mapping[int, Mapping[str, Any]]) -> EvalProgress:

@@ -18,7 +18,8 @@ from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import is_run
 from telescope.runlog.reader import rows
 
-OVER = frozenset({"complete", "changed", "left out"})
+PLAYED, CHANGED = "complete", "changed"
+OVER = frozenset({PLAYED, CHANGED, "left out"})
 """States of an eval that nobody goes on with. One that was cut off by the run's end may go on after a resume."""
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -37,6 +38,11 @@ def read_ended(run: RunDirectory) -> frozenset[tuple[str, int]]:
     return frozenset((row["eval"], row["step"]) for row in rows(run, "evals") if row["state"] in OVER)
 
 
+def read_in_state(run: RunDirectory, state: str) -> frozenset[tuple[str, int]]:
+    """(name, step) of each eval of the run itself that has such a row. Raises `DamagedFile`."""
+    return frozenset((row["eval"], row["step"]) for row in rows(run, "evals") if row["state"] == state)
+
+
 def standalone_folder(run: RunDirectory, digest: str, step: int) -> Path:
     return run.evals / digest / f"step_{step:08d}"
 
@@ -47,6 +53,25 @@ def find_standalone(run: RunDirectory) -> Iterator[StandaloneEval]:
         named = _STEP.fullmatch(folder.name)
         if named is not None and is_run(folder):
             yield StandaloneEval(folder.parent.name, int(named[1]), RunDirectory(folder))
+
+
+def sent_file(folder: Path) -> Path:
+    """There once the numbers of the standalone eval in `folder` have gone to W&B."""
+    return folder.with_name(f"{folder.name}.wandb")
+
+
+def put_aside(folder: Path, name: str) -> None:
+    """The standalone eval of a step that is another model by now becomes `step_….before-<name>`, which nothing reads. Raises
+    OSError."""
+    folder.rename(folder.with_name(f"{folder.name}.before-{name}"))
+    sent_file(folder).unlink(missing_ok=True)
+
+
+def set_later_aside(run: RunDirectory, step: int, attempt: str) -> None:
+    """Those of steps after `step`, from which an attempt goes another way, as their checkpoints are. Raises OSError."""
+    for one in find_standalone(run):
+        if one.step > step:
+            put_aside(one.run.path, attempt)
 
 
 def read_eval_rows(run: RunDirectory, stream: str) -> list[dict[str, Any]]:

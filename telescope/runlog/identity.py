@@ -14,7 +14,7 @@ from telescope.runlog.layout import RunDirectory, write_atomically
 FORMAT = 1
 
 
-class RunIdentity(msgspec.Struct, frozen=True):
+class RunIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
     """`run_id` names the run for good; `attempt` names this start of it, so that no process meets one of another start."""
 
     format: int
@@ -26,11 +26,16 @@ class RunIdentity(msgspec.Struct, frozen=True):
     config_hash: str
     warnings: tuple[str, ...]
     """What the check of the configuration had to say."""
+    evaluated: str = ""
+    """Of a run of `telescope eval`: a digest of the weights, of what is played, and of how they are served and sampled."""
 
 
-def new_identity(name: str, started: datetime, config_hash: str, warnings: Sequence[str] = ()) -> RunIdentity:
+def new_identity(
+    name: str, started: datetime, config_hash: str, warnings: Sequence[str] = (), evaluated: str = ""
+) -> RunIdentity:
     created = started.astimezone(UTC).isoformat(timespec="seconds")
-    return RunIdentity(FORMAT, secrets.token_hex(8), secrets.token_hex(4), name, created, config_hash, tuple(warnings))
+    ids = secrets.token_hex(8), secrets.token_hex(4)
+    return RunIdentity(FORMAT, *ids, name, created, config_hash, tuple(warnings), evaluated)
 
 
 def write_identity(run: RunDirectory, identity: RunIdentity) -> None:

@@ -5,21 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import subprocess
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from telescope._launch.prepare_attempt import ResumePoint, begin_at
 from telescope.cli import eval as command
 from telescope.cli.completion import candidates
 from telescope.cli.eval_compare import PromptScore, compare, pair_prompts
 from telescope.cli.eval_jobs import EvalJob, EvalRefused, describe_key, digest_evals, list_jobs
 from telescope.cli.resume import WrongOverride
+from telescope.cli.start import way_to_look
 from telescope.config.evals import list_setup
-from telescope.config.run import RunConfig, dump_run, load_run
+from telescope.config.models import model_folder
+from telescope.config.resume import find_obstacles_to_resume
+from telescope.config.run import RunConfig, as_json, dump_run, load_run
 from telescope.config.validate import validate
 from telescope.runlog.eval_rows import find_standalone, read_ended, read_eval_rows, standalone_folder
+from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.writer import RunLog
 
@@ -44,14 +52,25 @@ def config(**changes: Any) -> RunConfig:
     return found
 
 
-def make_run(path: Path, made: RunConfig, steps: Sequence[int] = ()) -> RunDirectory:
+def make_run(path: Path, made: RunConfig, steps: Sequence[int] = (), evaluated: str = "") -> RunDirectory:
     run = RunDirectory.create(path)
     run.config_json.write_text(dump_run(made))
-    run.run_json.write_text("{}")
+    write_identity(run, new_identity("x", datetime.now(UTC), "0" * 16, evaluated=evaluated))
     for step in steps:
         folder = run.checkpoints / f"step_{step:08d}"
         folder.mkdir(parents=True)
         (folder / "complete.json").write_text("{}")
+    return run
+
+
+def make_played(job: EvalJob, *rows: tuple[str, str]) -> RunDirectory:
+    """The run of the job, with a row of each (eval, state)."""
+    run = make_run(job.folder, job.config, evaluated=job.identity)
+    log = RunLog(run, "orchestrator")
+    for name, state in rows:
+        known = {"prompts": 1, "samples": 1, "scored": 1, "failed": 0}
+        log.append("evals", {"eval": name, "step": job.config.number_of_steps, "state": state, **known})
+    log.close()
     return run
 
 
@@ -68,7 +87,9 @@ def test_of_a_run_each_step_has_a_folder_in_it_and_its_own_exported_weights(tmp_
     assert [job.config.number_of_steps for job in (first, *others)] == [0, 2, 4]
     assert (first.weights, first.config.model.name) == (None, "tiny")
     for job in others:
-        assert job.weights == job.folder.with_name(f"{job.folder.name}.model")
+        assert job.weights is not None
+        assert job.weights.parent == job.folder.parent
+        assert job.weights.name.startswith(f"{job.folder.name}.")
         assert job.config.model.name == str(job.weights)
     digests = {job.folder.parent.name for job in (first, *others)}
     assert len(digests) == 1
@@ -136,6 +157,204 @@ def test_two_commands_are_one_where_they_play_the_same(tmp_path: Path):
     for changes in ({"num_samples": 2}, {"temperature": 0.5}, {"num_prompts": 3}, {"pass_above": 0.1}):
         assert digest_evals(config(evals={"countdown": changes})) != digest_evals(plain)
     assert digest_evals(plain, "a") != digest_evals(plain, "b")
+
+
+def test_what_is_served_otherwise_is_another_result():
+    served: tuple[dict[str, Any], ...] = (
+        {},
+        {"inference": {"engine": "fake", "dtype": "float16"}},
+        {"inference": {"engine": "vllm"}},
+        {"inference": {"engine": "vllm", "quantization": "fp8"}},
+        {"inference": {"engine": "vllm", "vllm": {"block_size": 32}}},
+        {"model": {"name": "tiny", "dtype": "bfloat16"}},
+        {"environments": {"countdown": {"name": "countdown", "reward_min": -1.0}}},
+        {"rollout": {"timeout_s": 1.0}},
+        {"rollout": {"max_attempts": 1}},
+    )
+    assert len({digest_evals(config(evals={"countdown": {}}, **changes)) for changes in served}) == len(served)
+
+
+def test_other_weights_in_a_folder_are_another_model(tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("tiny"), folder)
+    (old,) = list_jobs(str(folder), asked(), ("evals.countdown={}",))
+    (same,) = list_jobs(str(folder), asked(), ("evals.countdown={}",))
+    assert old.folder == same.folder
+    os.utime(next(folder.glob("*.safetensors")), ns=(1, 1))
+    (new,) = list_jobs(str(folder), asked(), ("evals.countdown={}",))
+    assert new.folder != old.folder
+
+
+def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path):
+    given = asked(to=tmp_path / "out")
+    (job,) = list_jobs("tiny", given, ("evals.countdown={}",))
+    make_played(job, ("countdown", "complete"))
+    assert job.is_played
+    for other, overrides in (("tiny_reverse", ("evals.countdown={}",)), ("tiny", ("evals.countdown={num_prompts:3}",))):
+        (another,) = list_jobs(other, given, overrides)
+        with pytest.raises(EvalRefused, match="holds the result of another model"):
+            _ = another.is_played
+    trained = make_run(tmp_path / "trained", config())
+    (onto,) = list_jobs("tiny", asked(to=trained.path), ("evals.countdown={}",))
+    for act in (lambda: onto.is_played, lambda: onto.prepare(print)):
+        with pytest.raises(EvalRefused, match="holds a run of another command: name another folder with --to"):
+            act()
+
+
+def test_a_run_that_trains_and_one_that_does_not_take_over_no_directory_of_each_other():
+    trains, alone = (
+        as_json(one)
+        for one in (
+            config(),
+            config(cluster={"trainer_num_workers": 0}, checkpoint={}, evals={"m": {"environment": "countdown"}}),
+        )
+    )
+    for old, new in ((trains, alone), (alone, trains)):
+        assert "a run that trains and one that plays evals" in find_obstacles_to_resume(old, new)[0]
+    assert find_obstacles_to_resume(trains, trains) == find_obstacles_to_resume(alone, alone) == []
+
+
+def test_a_step_that_was_trained_anew_is_played_anew(tmp_path: Path):
+    run = make_run(tmp_path / "run", config(evals={"countdown": {}}), [2, 4])
+    (old,) = jobs_of(run)
+    make_played(old, ("countdown", "complete"))
+    sent = old.folder.with_name(f"{old.folder.name}.wandb")
+    sent.touch()
+    assert old.weights is not None
+    old.weights.mkdir()
+    assert old.is_played
+    (run.checkpoints / "step_00000004" / "complete.json").write_text('{"attempt": "another"}')
+    (new,) = jobs_of(run)
+    assert (new.folder, new.is_played) == (old.folder, False)
+    assert new.weights is not None
+    assert new.weights != old.weights
+    new.weights.mkdir()
+    assert new.prepare(print).checkpoint.resume is False
+    assert not new.folder.exists()
+    assert not sent.exists()
+    assert (old.weights.exists(), new.weights.exists()) == (False, True)
+    assert len(list(new.folder.parent.glob(f"{new.folder.name}.before-*"))) == 1
+    assert list(find_standalone(run)) == []
+    old.weights.mkdir()
+    with pytest.raises(EvalRefused, match="was trained anew meanwhile"):
+        old.prepare(print)
+
+
+def test_an_attempt_that_goes_another_way_sets_results_of_later_steps_aside(tmp_path: Path):
+    made = config(evals={"countdown": {}})
+    run = make_run(tmp_path / "run", made, [2, 4])
+    earlier, later = jobs_of(run, steps="2,4")
+    for job in (earlier, later):
+        make_played(job, ("countdown", "complete"))
+    sent = later.folder.with_name(f"{later.folder.name}.wandb")
+    sent.touch()
+    begin_at(run, made, ResumePoint(2, run.checkpoints / "step_00000002"), 2)
+    assert [row["step"] for row in read_eval_rows(run, "evals")] == [2]
+    assert (earlier.is_played, later.is_played, sent.exists()) == (True, False, False)
+
+
+def test_what_a_killed_export_left_is_swept(tmp_path: Path):
+    (job,) = jobs_of(make_run(tmp_path / "run", config(), [2]))
+    assert job.weights is not None
+    job.weights.mkdir(parents=True)
+    ended = subprocess.Popen(["true"])
+    ended.wait(10)
+    left, others = (job.weights.with_name(f".{job.weights.name}.partial-{pid}") for pid in (ended.pid, os.getpid()))
+    left.mkdir()
+    others.mkdir()
+    job.prepare(print)
+    assert (left.exists(), others.exists(), job.weights.exists()) == (False, True, True)
+    job.finish(print)
+    assert not job.weights.exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cluster": {"inference_num_workers": 4}, "eval": {"every": 2, "num_servers": 1}},
+        {"eval": {"every": 1, "stop_after": 1}},
+        {"eval": {"every": 2}, "checkpoint": {"every": 2, "keep_best": "countdown:max"}},
+    ],
+)
+def test_what_says_when_a_run_is_evaluated_is_not_the_evals_own(tmp_path: Path, changes: dict[str, Any]):
+    (job,) = jobs_of(make_run(tmp_path / "run", config(**changes), [2]))
+    assert (job.config.eval.num_servers, job.config.eval.stop_after, job.config.checkpoint.keep_best) == ("auto", None, None)
+
+
+@pytest.mark.parametrize("override", ["cluster.trainer_num_workers=1", "+number_of_steps=7", "run_dir=x", "model.name=other"])
+def test_what_the_command_decides_is_refused(tmp_path: Path, override: str):
+    run = make_run(tmp_path / "run", config(), [2])
+    for target in (str(run.path), "tiny"):
+        with pytest.raises(WrongOverride, match=r"leave (it|model=)"):
+            list(list_jobs(target, asked(), ("evals.countdown={}", override)))
+
+
+def test_a_folder_with_an_equals_sign_is_a_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run = make_run(tmp_path / "lr=0.1", config(evals={"countdown": {}}), [2])
+    make_played(jobs_of(run)[0], ("countdown", "complete"))
+    assert command.main([str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["target"] == str(run.path)
+
+
+def test_one_folder_is_for_one_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert command.main(["tiny", "tiny_reverse", "--to", str(tmp_path / "out"), "evals.countdown={}"]) == 2
+    assert "is the folder of one result, and there are 2 targets" in capsys.readouterr().err
+
+
+def test_a_job_that_is_refused_leaves_the_others_to_be_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run = make_run(tmp_path / "run", config(evals={"countdown": {}}), [2, 4])
+    for job in jobs_of(run, steps="0,4"):
+        make_played(job, ("countdown", "complete"))
+
+    def gone(self: EvalJob, say: Any) -> RunConfig:
+        raise EvalRefused("no complete checkpoint of step 2")
+
+    monkeypatch.setattr(EvalJob, "prepare", gone)
+    assert command.main([str(run.path), "--steps", "all", "--json"]) == 1
+    told = capsys.readouterr()
+    assert [json.loads(line)["step"] for line in told.out.splitlines()] == [0, 4]
+    assert "no complete checkpoint of step 2" in told.err
+
+
+def test_an_eval_that_changed_is_not_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = make_run(tmp_path / "run", config(evals={"countdown": {}}), [2])
+    (job,) = jobs_of(run)
+    make_played(job, ("countdown", "changed"))
+    assert command.main([str(run.path)]) == 1
+    assert f"remove {job.folder} to play it anew" in capsys.readouterr().err
+
+
+def test_an_eval_that_changes_while_it_is_played_says_which_folder_to_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run = make_run(tmp_path / "run", config(evals={"countdown": {}}))
+
+    def play(job: EvalJob) -> int:
+        make_played(job, ("countdown", "changed"))
+        return 70
+
+    monkeypatch.setattr(command, "_play", play)
+    assert command.main([str(run.path), "--steps", "0"]) == 1
+    assert f"{jobs_of(run, steps='0')[0].folder} to play it anew" in capsys.readouterr().err
+
+
+def test_the_command_is_written_down_as_it_was_given(tmp_path: Path):
+    given = asked(model="some/model", key_env="A_KEY", to=tmp_path / "out", config_dir=str(tmp_path))
+    (job,) = list_jobs("http://h/v1", given, ("evals.countdown={}",))
+    options = ("--model", "some/model", "--key-env", "A_KEY", "--to", str(tmp_path / "out"), "-cd", str(tmp_path))
+    assert job.arguments == ("http://h/v1", *options, "evals.countdown={}")
+
+
+def test_an_eval_learns_nothing_that_could_be_shown(tmp_path: Path):
+    trained = make_run(tmp_path / "run", config(), [2])
+    (job,) = jobs_of(trained)
+    assert way_to_look(config(run_dir=str(trained.path)))
+    make_played(job)
+    assert way_to_look(job.config) == ""
 
 
 def test_a_model_needs_an_eval_and_a_url_a_model(tmp_path: Path):
@@ -288,7 +507,7 @@ def test_a_job_is_played_when_each_of_its_evals_is_over(tmp_path: Path):
     run = make_run(tmp_path / "run", config(evals={"countdown": {}, "letters": {"environment": "reverse_letters"}}), [2])
     (job,) = jobs_of(run)
     assert not job.is_played
-    alone = make_run(job.folder, job.config)
+    alone = make_played(job)
     assert not job.is_played
     write_result(alone, "countdown", 2, [[1.0]])
     assert not job.is_played

@@ -93,7 +93,38 @@ def test_other_prompts_than_before_end_the_eval_as_changed():
     cards = (EnvironmentCard("math", {"train": 9, "eval": 3}, "other"),)
     table = Table(Core.restore(alone(), taken), cards)
     assert [one.state for one in table.of(do.EndEval)] == ["changed"]
+    (end,) = table.of(do.EndRun)
+    assert end.ok is False
+    assert "the eval math has other settings or prompts than when it began" in end.reason
+
+
+def test_an_eval_whose_samples_are_all_scored_ends_as_it_goes_on():
+    taken = Table(Core(alone())).core.snapshot()
+    (one,) = taken.evals.rounds
+    rounds = (msgspec.structs.replace(one, scored=tuple(range(one.first_id, one.first_id + 6))),)
+    table = Table(
+        Core.restore(alone(), msgspec.structs.replace(taken, evals=msgspec.structs.replace(taken.evals, rounds=rounds)))
+    )
+    assert table.orders == []
+    assert [(one.state, one.failed) for one in table.of(do.EndEval)] == [("complete", 0)]
     assert [one.ok for one in table.of(do.EndRun)] == [True]
+    assert replay(table.lines).disagreement is None
+
+
+def test_an_eval_that_is_added_is_begun():
+    taken = Table(Core(alone())).core.snapshot()
+    (one,) = taken.evals.rounds
+    two = alone(evals=(MATH, EvalRules(name="more", environment="math")))
+    for rounds in ((), (one,)):
+        before = msgspec.structs.replace(taken, evals=msgspec.structs.replace(taken.evals, rounds=rounds))
+        table = Table(Core.restore(two, before))
+        assert [(one.eval, one.prompts) for one in table.of(do.BeginEval)] == [("more", 3)]
+        for order in table.orders:
+            assert table.of(do.EndRun) == []
+            table.score(order)
+        assert [one.state for one in table.of(do.EndEval)] == ["complete"] * (1 + len(rounds))
+        assert [one.ok for one in table.of(do.EndRun)] == [True]
+        assert replay(table.lines).disagreement is None
 
 
 @pytest.mark.parametrize("changes", [{"evals": ()}, {"environments": (("math", 1.0),)}, {"checkpoint_every": 1}])

@@ -14,16 +14,22 @@ import numpy as np
 import pytest
 
 from telescope.flow import commands, events
+from telescope.flow import commands as do
+from telescope.flow.core import Core
+from telescope.flow.settings import EvalRules, FlowSettings
 from telescope.orchestrator import saved_state
 from telescope.orchestrator.checkpoints import CheckpointCoordinator, SaveRules
 from telescope.orchestrator.loop import Orchestrator
 from telescope.orchestrator.weight_coordinator import UpdateRules
 from telescope.records import WeightManifest
 from telescope.runlog import checkpoints
-from telescope.runlog.attempts import CountedRows
+from telescope.runlog.attempts import ALL_ROWS, CountedRows, Lineage, write_lineage
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.writer import RunLog
 from telescope.wire.messages import CheckpointError, CheckpointStaged, CheckpointWritten, SaveCheckpoint
 from tests.flow.harness import World
 from tests.flow.harness import settings as flow_settings
+from tests.flow.test_evals_alone import MATH, Table, alone
 from tests.orchestrator.test_rollout_store import make
 
 RANKS = ("trainer-0", "trainer-1")
@@ -363,3 +369,56 @@ def test_a_disk_that_never_says_that_it_has_all_is_waited_for_no_longer_than_the
         assert end_of(coordinator, now=102.0) == [events.CheckpointFailed(1, cause)]
     finally:
         lets_go.set()
+
+
+# ---- a run that does not train goes on from its rows
+
+
+def go_on_with(run: RunDirectory, number: int, lines: list[bytes], **streams: list[dict[str, Any]]) -> None:
+    """Attempt `number` has written these, and another one goes on from them."""
+    earlier = RunDirectory(run.earlier_attempt(number))
+    earlier.journal.parent.mkdir(parents=True)
+    earlier.journal.write_bytes(b"".join(line + b"\n" for line in lines))
+    log = RunLog(earlier, "orchestrator")
+    for stream, found in streams.items():
+        for row in found:
+            log.append(stream, row)
+    log.close()
+    write_lineage(run, Lineage(number + 1, 0, tuple(CountedRows(one, ALL_ROWS) for one in range(1, number + 1))))
+
+
+def scored_row(rollout_id: int) -> dict[str, Any]:
+    known = {"eval": "math", "step": 20, "index": 0, "sample": 0, "attempt": 0, "status": "scored", "reward": 1.0}
+    return {**known, "rollout_id": rollout_id, "completion_tokens": 3, "finish_reason": "stop"}
+
+
+def restart(run: RunDirectory, settings: FlowSettings) -> tuple[Table, saved_state.RunStart]:
+    start = saved_state.start_run(run, settings)
+    return Table(start.core), start
+
+
+def test_an_eval_of_which_only_its_own_row_is_lost_is_not_played_again(tmp_path: Path):
+    run, first = RunDirectory.create(tmp_path / "run"), Table(Core(alone()))
+    ids = [order.rollout_id for order in first.orders]
+    go_on_with(run, 1, first.lines, eval_samples=[scored_row(number) for number in ids])
+    for number in (2, 3):  # whose row is lost, too
+        table, start = restart(run, alone())
+        assert table.orders == []
+        assert [one.state for one in table.of(do.EndEval)] == ["complete"]
+        assert [len(one.scores) for one in start.counters.evals.under_way] == [6]
+        go_on_with(run, number, table.lines)
+
+
+def test_an_eval_that_was_added_goes_on_from_the_attempt_that_began_it(tmp_path: Path):
+    run, first = RunDirectory.create(tmp_path / "run"), Table(Core(alone()))
+    two = alone(evals=(MATH, EvalRules(name="more", environment="math")))
+    ids = [order.rollout_id for order in first.orders]
+    go_on_with(run, 1, first.lines, eval_samples=[scored_row(number) for number in ids[:2]])
+    second, _ = restart(run, two)
+    assert [one.eval for one in second.of(do.BeginEval)] == ["more"]
+    asked = [order.rollout_id for order in second.orders]
+    assert len(asked) == 4 + 3
+    go_on_with(run, 2, second.lines, eval_samples=[scored_row(asked[-1])])
+    third, _ = restart(run, two)
+    assert third.of(do.BeginEval) == []
+    assert {order.rollout_id for order in third.orders} == set(asked[:-1])
