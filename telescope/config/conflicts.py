@@ -116,6 +116,15 @@ def _evals(config: RunConfig) -> Iterator[Conflict]:
                 f"{where}: the environment {entry.name!r} of {one.label} has no eval split, and what is trained on can't be "
                 "evaluated: name the evals that are to play in `evals`, or give the environment one (docs/evals.md)",
             )
+        for setting, value in kind.no_eval_with.items():
+            if setting in entry.kwargs and entry.kwargs[setting] == value:
+                where = f"evals.{one.name}" if one.name in config.evals else "eval.every"
+                path = f"{'environments' if one.label in config.environments else 'evals'}.{one.label}.kwargs.{setting}"
+                yield Conflict(
+                    (where, path),
+                    f"{path}={_typed(value)} leaves no question for {where}, which plays the eval split of {one.label}: leave "
+                    f"{setting} out, or the eval",
+                )
 
 
 def _lengths(config: RunConfig) -> Iterator[Conflict]:
@@ -485,10 +494,15 @@ def _typed(value: object) -> str:
 
 def _backend(config: RunConfig) -> Iterator[Conflict]:
     cluster = config.cluster
-    found = config.backend.run_errors(
-        ranks=cluster.trainer_num_workers, adapters=config.model.lora is not None, on_cpu=cluster.device == "cpu"
-    )
+    ranks, shard = cluster.trainer_num_workers, config.backend.ranks_a_shard
+    found = list(config.backend.run_errors(ranks=ranks, adapters=config.model.lora is not None, on_cpu=cluster.device == "cpu"))
     yield from (Conflict(paths, sentence) for paths, sentence in found)
+    if ranks % shard and not found:  # the backend's own sentence names its setting
+        yield Conflict(
+            ("cluster.trainer_num_workers", "backend"),
+            f"cluster.trainer_num_workers={ranks} must be a multiple of {shard}, as so many ranks of backend="
+            f"{config.backend_name} train the same trajectories together: set it to {-(-ranks // shard) * shard}",
+        )
     counts = read_counts(config.model.name)
     if counts is not None:
         yield from (Conflict(paths, sentence) for paths, sentence in config.backend.model_errors(counts))

@@ -293,7 +293,7 @@ def end_ids(folder: Path) -> tuple[int, ...]:
 class ModelCounts:
     """What of a model a backend's settings have to go with; None: not known."""
 
-    layers: int
+    layers: int | None = None
     heads: int | None = None
     key_heads: int | None = None
     experts: int = 0
@@ -304,7 +304,7 @@ def read_counts(name: str) -> ModelCounts | None:
     """Of an embedded or local model by its config.json; None where that can't be told here."""
     own = _own_config(name)
     layers, heads = (_count(own, key) for key in ("num_hidden_layers", "num_attention_heads"))
-    if layers is None:
+    if layers is None and heads is None:
         return None
     experts = next((found for key in EXPERTS if (found := _count(own, key))), 0)
     return ModelCounts(layers, heads, _count(own, "num_key_value_heads") or heads, experts)

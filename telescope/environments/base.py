@@ -168,6 +168,9 @@ class Environment(Settings):
     """Upper end of its rewards, likewise."""
     metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
     """Both ends of metrics, e.g. `{"exact": (0.0, 1.0)}`; `python -m telescope env check` says where one lies outside."""
+    no_eval_with: ClassVar[Mapping[str, Any]] = {}
+    """Settings and the value of each with which the eval split is empty, e.g. `{"held_out": 0}`: an eval of it is then refused
+    before a run starts."""
     checked_apart: ClassVar[bool] = False
     """Whether `check_data` may take long or runs code of the user's. The start of a run then asks it in a process of its own,
     and within limits; so it asks all environments that do not come with Telescope."""

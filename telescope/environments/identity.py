@@ -19,7 +19,17 @@ T = TypeVar("T")
 
 def identify(prompt: Prompt) -> str:
     """A hash of its turns, 32 hexadecimal digits."""
-    text = json.dumps([dict(turn) for turn in prompt.turns], sort_keys=True, default=str, separators=(",", ":"))
+    return _hash([dict(turn) for turn in prompt.turns])
+
+
+def identify_question(prompt: Prompt) -> str:
+    """The same of what is asked alone: whatever system message stands before it, and whatever white space within it."""
+    asked = [dict(turn) for turn in prompt.turns if turn["role"] != "system"]
+    return _hash([{**turn, "content": " ".join(str(turn.get("content", "")).split())} for turn in asked])
+
+
+def _hash(turns: Sequence[object]) -> str:
+    text = json.dumps(turns, sort_keys=True, default=str, separators=(",", ":"))
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 

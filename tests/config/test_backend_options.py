@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
+from telescope.backends.base import BackendSettings
 from telescope.backends.fsdp import FSDP
-from telescope.config.models import ModelCounts
+from telescope.backends.megatron import Megatron
+from telescope.config.models import ModelCounts, read_counts
+from tests.config.conftest import compose_one, sentences
 
 
 @pytest.mark.parametrize(
@@ -77,3 +82,18 @@ def test_as_many_layers_compute_again_as_the_model_has_and_no_more() -> None:
     ((paths, sentence),) = FSDP(checkpointed_layers=29).model_errors(ModelCounts(layers=28))
     assert paths == ("backend.checkpointed_layers", "model.name")
     assert sentence.startswith("backend.checkpointed_layers=29 is more than the 28 layers of the model: set fewer")
+
+
+def test_heads_count_where_a_model_does_not_name_its_layers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 3}')
+    counts = read_counts(str(tmp_path))
+    assert counts == ModelCounts(layers=None, heads=3, key_heads=3)
+    ((_, sentence),) = FSDP(context_parallel_size=2, checkpointed_layers=9).model_errors(counts)
+    assert "must divide the model's 3 attention heads" in sentence
+    assert not list(Megatron(pipeline_parallel_size=2).model_errors(counts))
+
+
+def test_ranks_that_do_not_fill_their_shards_are_refused_whatever_the_backend_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FSDP, "run_errors", BackendSettings.run_errors)
+    point = compose_one("backend=fsdp", "backend.context_parallel_size=2", "cluster.trainer_num_workers=3")
+    assert "cluster.trainer_num_workers=3 must be a multiple of 2" in sentences(point)

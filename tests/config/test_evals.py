@@ -121,6 +121,13 @@ def test_an_environment_without_an_eval_split_is_refused_by_name(user: Path):
     assert "the environment 'echo' of echo has no eval split" in sentences(point)
 
 
+def test_an_eval_of_questions_of_which_none_is_held_out_is_refused_before_anything_starts():
+    own = ("env=[questions]", "environments.questions.kwargs.path=q.jsonl", "environments.questions.kwargs.held_out=0")
+    point = compose_one(*own, "eval.every=5")
+    assert "environments.questions.kwargs.held_out=0 leaves no question for eval.every" in sentences(point)
+    assert compose(*own).active_evals == ()
+
+
 def servers_held(*overrides: str) -> int:
     return compose("eval.every=2", "number_of_steps=9", *overrides).eval_servers
 

@@ -43,6 +43,10 @@ def write(file: Path, rows: Rows) -> Path:
     return file
 
 
+def say_yes(completion: str) -> float:
+    return 1.0
+
+
 def asked(prompts: Sequence[Prompt]) -> list[str]:
     return [prompt.turns[-1]["content"] for prompt in prompts]
 
@@ -226,7 +230,7 @@ def test_chat_lists_are_prompts_and_their_last_message_may_be_the_answer(tmp_pat
         (
             "q.jsonl",
             '{"question": "a", "answer": "1"}\n',
-            {"eval_split": "test"},
+            {"eval_split": "test", "held_out": None},
             "eval_split=test has no use: path=.* is one file",
         ),
         (
@@ -235,6 +239,32 @@ def test_chat_lists_are_prompts_and_their_last_message_may_be_the_answer(tmp_pat
             {"held_out": None},
             "held_out=1 of 1 questions leaves none to train on",
         ),
+        (
+            "q.jsonl",
+            '{"question": "a", "answer": "1"}\n',
+            {"train_split": "dev"},
+            "train_split=dev has no use: path=.* is one file",
+        ),
+        ("q.jsonl", '{"question": "a", "answer": "1"}\n', {"subsets": ("x",)}, "subsets=.* has no use: .*: one file has none"),
+        (
+            "q.jsonl",
+            '{"question": "a", "answer": "1"}\n',
+            {"revision": "v1"},
+            "revision=v1 has no use: .* what lies here has none",
+        ),
+        (
+            "q.jsonl",
+            '{"question": "a"}\n',
+            {"scoring": "function", "function": f"{__file__}:say_yes", "answer_field": "right"},
+            "has no column 'right'.*; or set answer_field=null where there are no right answers",
+        ),
+        (
+            "q.jsonl",
+            '{"question": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}\n',
+            {"answer_field": "question"},
+            "line 1: message 1 .*: it has from and value, as ShareGPT has them; write role and content",
+        ),
+        ("q.csv", "question;answer\na;1\n", {}, r"q\.csv parts its columns by ';' \('question;answer'\): write it with commas"),
     ],
 )
 def test_a_bad_file_is_refused_by_file_line_and_column(
@@ -279,6 +309,9 @@ def test_what_lies_nowhere_is_said_with_both_places_it_could_be(tmp_path: Path, 
         ({"scoring": "judge"}, "scoring=judge needs judge"),
         ({"answer_field": None}, "scoring=exact compares with right answers: answer_field names their column"),
         ({"scoring": "regex", "pattern": "("}, "is not a regular expression"),
+        ({"facts_fields": ("right_answers",)}, "the name by which facts have the right answers"),
+        ({"held_out": 2, "eval_path": "e.jsonl"}, "held_out=2 has no use with eval_path"),
+        ({"held_out": 0, "eval_split": "test"}, "held_out=0 has no use with eval_split"),
     ],
 )
 def test_settings_that_can_do_nothing_are_refused(settings: dict[str, Any], said: str) -> None:
@@ -330,6 +363,64 @@ def test_what_an_eval_file_or_split_holds_is_not_trained_on(tmp_path: Path, capl
     assert (len(few.prompts("train")), len(few.prompts("eval"))) == (2, 1)
     with pytest.raises(NoRows, match="all 20 questions of the train split are in the eval split too"):
         Questions(path=str(train), eval_path=str(train)).check_data()
+
+
+def test_a_question_is_on_one_side_whatever_system_message_or_white_space_it_has(tmp_path: Path) -> None:
+    rows = [{**row, "by": by, "question": by[0] + row["question"]} for row in SUMS for by in (" A", " B")]
+    task = Questions(path=str(write(tmp_path / "q.jsonl", rows)), system_field="by", held_out=6)
+    train, held_out = set(asked(task.prompts("train"))), set(asked(task.prompts("eval")))
+    assert (len(train), len(held_out)) == (17, 3)
+    assert not train & held_out
+    other = [{"question": [{"role": "user", "content": "1  + 1?\n"}], "answer": "2", "by": "C"}]
+    task = Questions(path=task.path, system_field="by", eval_path=str(write(tmp_path / "eval.jsonl", other)))
+    assert "1 + 1?" not in asked(task.prompts("train"))
+
+
+def test_of_an_eval_folder_the_files_of_test_count_where_names_say_splits_else_all(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "q.jsonl", SUMS[:10]))
+    for name in ("named/train.jsonl", "named/test.jsonl", "plain/a.jsonl", "plain/b.jsonl"):
+        write(tmp_path / name, [{"question": name, "answer": "1"}])
+    assert asked(Questions(path=path, eval_path=str(tmp_path / "named")).prompts("eval")) == ["named/test.jsonl"]
+    assert len(Questions(path=path, eval_path=str(tmp_path / "plain")).prompts("eval")) == 2
+
+
+@pytest.mark.parametrize(
+    ("golden", "right", "wrong"),
+    [
+        ("5", "5|5e0|x = 5|3 + 2 = 5|That makes 5.|5 apples",
+         "1e-05|1e-5|So 1e-05|10^{-5}|So 10^{-5}.|7-5| - 5|x - 5|7 - 5|−5|minus 5"),
+        ("50", "Total:50|$50|**50**|50 (fifty)|That is $50.", "12:50|at 12:50|1.250,50|2024-01-50|40-50"),
+        ("-5", "-5|- 5|−5|x = -5|x = - 5", "5|7-5"),
+        ("1e-05", "1e-05|0.00001|10^{-5}|So 1e-05|The result is 1e-05.|1 × 10^-5", "05|5|1"),
+        ("1000000", "1e6|10^6|1 million|1 000 000|so 1,000,000", "1|6|10"),
+    ],
+)  # fmt: skip
+async def test_no_part_of_a_number_is_taken_for_it(golden: str, right: str, wrong: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "q.jsonl", [{"question": "?", "answer": golden}])
+    task = Questions(path=str(file), held_out=0, scoring="number")
+    given = {text: (await score(task, text)).total for text in (*right.split("|"), *wrong.split("|"))}
+    assert given == dict.fromkeys(right.split("|"), 1.0) | dict.fromkeys(wrong.split("|"), 0.0)
+
+
+async def test_one_right_answer_that_takes_too_long_does_not_hide_another(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"held_out": 0, "grading_limit_s": 0.5, "scoring": "regex"}
+    file = write(tmp_path / "q.jsonl", [{"question": "?", "answer": ["^(a+)+$", "b$"]}])
+    async with open_graders(1):
+        reward = await score(Questions(path=str(file), **settings), "a" * 60 + "b")
+        assert (reward.total, reward.tags) == (1.0, ())
+
+
+async def test_patterns_see_the_whole_answer_and_a_quantifier_may_follow_it(tmp_path: Path) -> None:
+    file = str(write(tmp_path / "q.jsonl", [{"question": "?", "answer": "b"}]))
+    async with open_graders(1):
+        whole = Questions(path=file, scoring="regex", pattern="^a", held_out=0)
+        assert [(await score(whole, text)).total for text in ("a" + "c" * 30_000, "c" + "a" * 30_000)] == [1.0, 0.0]
+        assert (await score(Questions(path=file, scoring="regex", pattern="^{answer}+$", held_out=0), "bbb")).total == 1.0
+
+
+async def test_an_accent_may_be_a_character_of_its_own(tmp_path: Path) -> None:
+    file = write(tmp_path / "q.jsonl", [{"question": "?", "answer": "caf\u00e9"}])
+    assert (await score(Questions(path=str(file), held_out=0), "cafe\u0301")).total == 1.0
 
 
 def test_a_data_set_of_the_hub_is_read_by_its_own_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

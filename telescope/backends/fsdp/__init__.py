@@ -164,10 +164,11 @@ class FSDP(BackendSettings):
                 f"backend.context_parallel_size={sharing} must divide the model's {heads} attention heads: set it to one of "
                 f"{write_divisors(heads)}",
             )
-        if self.checkpointed_layers is not None and self.checkpointed_layers > counts.layers:
+        layers = counts.layers
+        if self.checkpointed_layers is not None and layers is not None and self.checkpointed_layers > layers:
             yield (
                 ("backend.checkpointed_layers", "model.name"),
-                f"backend.checkpointed_layers={self.checkpointed_layers} is more than the {counts.layers} layers of the model: "
+                f"backend.checkpointed_layers={self.checkpointed_layers} is more than the {layers} layers of the model: "
                 "set fewer, or leave it out, so that all of them compute again",
             )
 

@@ -196,6 +196,8 @@ class Megatron(BackendSettings):
                 f"backend.pipeline_parallel_size={stages} cuts a model into stages, which is not built for models with "
                 "experts, as this one is: set it to 1, and share the experts out with backend.expert_parallel_size",
             )
+        if layers is None:
+            return
         if stages > layers:
             yield (
                 ("backend.pipeline_parallel_size", "model.name"),

@@ -144,7 +144,7 @@ class MegatronBackend(SteppingBackend):
             self._parallel.tensor_size,
             "model" if stages == 1 else f"stage of {stages} ({layout.described()})",
             ", rows spread over them" if settings.spreads_sequence() else "",
-            f", each row over {held.context.size} of these" if held.context is not None else "",
+            f", each row over {held.context.size} ranks of each part" if held.context is not None else "",
             held.models,
             ", moments spread over them" if spread else "",
             f", {facts.experts} experts a layer over {experts.size} ranks" if facts.experts else "",

@@ -22,8 +22,16 @@ _FORMULA = re.compile(
     r"\$\$(.{1,400}?)\$\$|\\\[(.{1,400}?)\\\]|\\\((.{1,400}?)\\\)|(?<!\\)\$(?![\s$])([^$\n]{1,400}?)(?<![\s\\])\$(?!\d)",
     re.DOTALL,
 )
-_NUMBER = re.compile(r"(?<![\w.^{\\])[-+−]?\$?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?(?: ?\\?%)?")
-_GROUP = re.compile(r"[(\[][-+\d.,/ ]{1,80}[)\]]")
+_OPERATOR = "[-+−–*×·÷/]"
+_NUMBER = re.compile(
+    # No part of what is longer: 05 of 1e-05, 5 of 7-5 and 7 - 5, 50 of 12:50 and 1.250,50, 5 of "minus 5".
+    rf"(?<![\w.^{{\\])(?<!\d[,:])(?<![\w)\]}}^{{]{_OPERATOR})(?<![\d)\]}}] {_OPERATOR} )"
+    rf"(?<!\b[a-zA-Z] {_OPERATOR} )(?<![Mm]inus )(?<![Nn]egative )"
+    r"(?:(?:(?<=[=:(])|(?<=[=:] ))[-+−] )?[-+−]?\$?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
+    r"(?:/\d+|[eE][-+−]?\d+|(?: ?(?:\\times|\\cdot|[×·*x]) ?10)?(?:\^(?:\{[-+−]?\d+\}|[-+−]?\d+)|[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+))?"
+    rf"(?: ?\\?%)?(?!\d|[.,:]\d|[eE][-+−]?\d|\^|[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]| ?{_OPERATOR} ?\$?[\d(])"
+)
+_GROUP = re.compile(r"[(\[](?=[^)\]]*\d)[-+\d.,/ ]{1,80}[)\]]")
 _PROSE = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{2,}(?![a-zA-Z}])")
 _DENIED = re.compile(
     r"(?:\bnot true|\bfalse|\bwrong|\bdoubt|(?:\bnot|n['’]t|\bnever) (?:think|believe|say|claim|agree|mean))"
@@ -98,13 +106,15 @@ def _find_loose(text: str) -> str | None:
     line = tail.strip().rpartition("\n")[2].strip("*_` .")
     if ("\\" in line or "(" in line) and not _PROSE.search(line) and "$" not in line:
         return line
+    if len(line) < _TAIL and parse_quantity(tidy(line)) is not None:
+        return line
     formulas = list(_FORMULA.finditer(tail))
     outside = list(tail)
     for formula in formulas:
         outside[formula.start() : formula.end()] = " " * len(formula[0])
     groups = list(_GROUP.finditer("".join(outside)))
     numbers = [*_NUMBER.finditer("".join(outside))]
-    if groups and numbers and groups[-1].end() > numbers[-1].end() > groups[-1].start():
+    if groups and (not numbers or groups[-1].end() > numbers[-1].end() > groups[-1].start()):
         numbers = groups
     last = max((found.end() for found in (*formulas, *numbers)), default=0)
     for hedged in _HEDGED.finditer(tail):

@@ -7,6 +7,7 @@ know a row or a prompt.
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,8 +18,6 @@ from telescope.environments.graders.quantities import parse_quantity
 
 AnswerPlace = Literal["whole", "boxed", "tag", "any"]
 Scoring = Literal["exact", "number", "math", "regex", "function", "judge"]
-SEARCHED_CHARACTERS = 20_000
-"""A pattern is looked for in no more than the end of an answer."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ def wrap_answer(text: str, place: AnswerPlace) -> str:
 
 
 def is_same_text(wanted: str, given: str, ignore_case: bool = False) -> bool:
-    """Whether both are the same words; how much white space stands between them does not matter."""
-    one, other = (" ".join(text.split()) for text in (wanted, given))
+    """Whether both are the same words; white space between them, and how an accent is written, does not matter."""
+    one, other = (" ".join(unicodedata.normalize("NFC", text).split()) for text in (wanted, given))
     return one.casefold() == other.casefold() if ignore_case else one == other
 
 
@@ -87,4 +86,4 @@ def find_pattern_mistake(pattern: str) -> str:
 
 def search_pattern(pattern: str, text: str, ignore_case: bool) -> bool:
     """Whether the pattern is found in the text; without a limit."""
-    return re.search(pattern, text[-SEARCHED_CHARACTERS:], re.IGNORECASE if ignore_case else 0) is not None
+    return re.search(pattern, text, re.IGNORECASE if ignore_case else 0) is not None

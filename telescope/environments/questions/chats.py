@@ -61,7 +61,8 @@ def read_answers(row: Row, path: str) -> tuple[str, ...]:
 def _read_message(row: Row, path: str, at: int, message: Any) -> dict[str, Any]:
     """One message without the fields that are null: tables give each message the fields of all."""
     kept = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else message
-    mistake = find_message_mistake(kept)
+    shared = isinstance(kept, Mapping) and "role" not in kept and {"from", "value"} <= kept.keys()
+    mistake = "it has from and value, as ShareGPT has them; write role and content" if shared else find_message_mistake(kept)
     if not mistake and not isinstance(kept.get("content", ""), str):
         mistake = f"its content is {show(kept['content'])}, not a text"
     if mistake:

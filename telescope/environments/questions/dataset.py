@@ -109,10 +109,12 @@ def make_prompts(name: str, split: str | None, rows: Sequence[Row], make: Callab
     return tuple(prompt for prompt in made if prompt is not None)
 
 
-def hold_out(prompts: Sequence[Prompt], count: int, *key: str | int) -> tuple[list[Prompt], list[Prompt]]:
+def hold_out(
+    prompts: Sequence[Prompt], count: int, *key: str | int, identity: Callable[[Prompt], str] = identify
+) -> tuple[list[Prompt], list[Prompt]]:
     """(those to train on, `count` of them kept for evaluation), both in their own order. One that the file has several times is
     on one side. Which ones follows from `key` and the prompts themselves. Raises `NoRows`."""
-    rest, held_out = divide(prompts, count, key, identify) if count < len(prompts) else ([], [])
+    rest, held_out = divide(prompts, count, key, identity) if count < len(prompts) else ([], [])
     if not rest:
         raise NoRows(f"held_out={count} of {len(prompts)} questions leaves none to train on: lower it")
     return rest, held_out

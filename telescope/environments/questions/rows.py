@@ -106,6 +106,7 @@ def read_table(file: Path, columns: Sequence[str]) -> list[PlacedRow]:
     elif file.name.endswith(".csv"):
         parse = csv.ParseOptions(newlines_in_values=True)
         with csv.open_csv(file, parse_options=parse) as opened:
+            _check_commas(file, opened.schema.names, wanted)
             check_columns(opened.schema.names, wanted, str(file))
         as_written = csv.ConvertOptions(include_columns=wanted, column_types=dict.fromkeys(wanted, pa.string()))
         table = csv.read_csv(file, parse_options=parse, convert_options=as_written)
@@ -127,6 +128,12 @@ def check_columns(have: Sequence[str], columns: Sequence[str], place: str, any_r
     missing = [column for column in columns if column not in have]
     if missing:
         raise NoRows(f"{place} has no column {missing[0]!r}; it has {', '.join(have)}: set the field's name to one of these")
+
+
+def _check_commas(file: Path, names: Sequence[str], wanted: Sequence[str]) -> None:
+    other = next((mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]), "")
+    if other and names[0] not in wanted:
+        raise NoRows(f"{file} parts its columns by {other!r} ({show(names[0])}): write it with commas")
 
 
 def _read_lines(file: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any], bool]]:

@@ -10,10 +10,10 @@ counts of an answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -22,11 +22,11 @@ from telescope.environments.answer_parsers import AnswerParser
 from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.failures import GraderError
 from telescope.environments.graders.extraction import extract_golden
-from telescope.environments.graders.maths import Conventions
+from telescope.environments.graders.maths import Conventions, compare_exactly
 from telescope.environments.graders.maths_grader import MATH_VERIFY, TOO_HEAVY, MathsGrader
 from telescope.environments.graders.pool import GraderOverrun, grade
 from telescope.environments.graders.quantities import PercentReading
-from telescope.environments.identity import identify
+from telescope.environments.identity import identify_question
 from telescope.environments.judge import Judge, JudgeSettings
 from telescope.environments.questions.answers import (
     AnswerPlace,
@@ -80,6 +80,7 @@ class Questions(SingleTurn):
     """Reward 1 for a right answer, else 0; what a function or a judge says, where one scores."""
 
     checked_apart: ClassVar[bool] = True
+    no_eval_with: ClassVar[Mapping[str, Any]] = {"held_out": 0}
     reward_min: ClassVar[float | None] = 0.0
     reward_max: ClassVar[float | None] = 1.0
     metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"has_answer": (0, 1)}
@@ -172,8 +173,14 @@ class Questions(SingleTurn):
         if self.needs_answer and self.answer_field is None:
             alone = {"regex": " without {answer} in a pattern", "judge": " without judge_question"}.get(self.scoring, "")
             raise ValueError(f"scoring={self.scoring}{alone} compares with right answers: answer_field names their column")
-        if self.pattern and (mistake := find_pattern_mistake(self.pattern.replace("{answer}", ""))):
+        if self.pattern and (mistake := find_pattern_mistake(self.pattern.replace("{answer}", "x"))):
             raise ValueError(f"pattern={self.pattern!r} is not a regular expression: {mistake}")
+        if "right_answers" in self.facts_fields:
+            raise ValueError(
+                "facts_fields=[right_answers] is the name by which facts have the right answers: call the column so"
+            )
+        if self.held_out is not None and (other := "eval_path" if self.eval_path else "eval_split" if self.eval_split else ""):
+            raise ValueError(f"held_out={self.held_out} has no use with {other}, which says what is held out: leave one out")
         return self
 
     @property
@@ -232,19 +239,18 @@ class Questions(SingleTurn):
         return Reward(value, {name: value, **has_answer}, golden_answers=golden, tags=tags, info={"parsed_answer": given})
 
     async def _compare(self, golden: Sequence[str], given: str) -> float:
-        """1 where the answer is one of the right ones. Raises `GraderOverrun`."""
+        """1 where the answer is one of the right ones. Raises `GraderOverrun` where it is none of those that could be asked."""
+        conventions = Conventions(self.percent, self.number_tolerance)
         if self.scoring == "math":
-            for one in golden:
-                if await self._maths.is_right(one, given):
-                    return 1.0
-            return 0.0
+            if any(compare_exactly(one, given, conventions) for one in golden):
+                return 1.0
+            return await _find_any(self._maths.is_right(one, given) for one in golden)
         if self.scoring == "regex":
-            for pattern in dict.fromkeys(make_pattern(self.pattern or "", one) for one in golden or ("",)):
-                if await grade(search_pattern, pattern, given, self.ignore_case, limit_s=self.grading_limit_s):
-                    return 1.0
-            return 0.0
+            patterns = dict.fromkeys(make_pattern(self.pattern or "", one) for one in golden or ("",))
+            return await _find_any(
+                grade(search_pattern, pattern, given, self.ignore_case, limit_s=self.grading_limit_s) for pattern in patterns
+            )
         if self.scoring == "number":
-            conventions = Conventions(self.percent, self.number_tolerance)
             return float(any(is_same_number(one, given, conventions) for one in golden))
         return float(any(is_same_text(one, given, self.ignore_case) for one in golden))
 
@@ -291,12 +297,13 @@ class Questions(SingleTurn):
 
     @cached_property
     def _train_and_eval(self) -> dict[str, tuple[Prompt, ...]]:
-        """By split; no messages are in both."""
+        """By split; no question is in both."""
+        self._refuse_unread()
         one_file = Path(self.path).is_file()
         whole = self._load(self._source(self.path, "path"), None if one_file else self.train_split)
         if self.eval_path is not None:
             source = self._source(self.eval_path, "eval_path")
-            held_out = self._load(source, self.eval_split or (None if source.data_dir else "test"))
+            held_out = self._load(source, None if Path(self.eval_path).is_file() else self.eval_split or "test")
         elif self.eval_split is not None and one_file:
             raise ValueError(
                 f"eval_split={self.eval_split} has no use: path={self.path!r} is one file; set eval_path or held_out"
@@ -305,13 +312,30 @@ class Questions(SingleTurn):
             held_out = self._load(self._source(self.path, "path"), self.eval_split)
         else:
             count = max(1, min(MOST_HELD_OUT, len(whole) // 10)) if self.held_out is None else self.held_out
-            return dict(zip(("train", "eval"), map(tuple, hold_out(whole, count, "held out", self.seed)), strict=True))
+            train, held_out = hold_out(whole, count, "held out", self.seed, identity=identify_question)
+            return {"train": tuple(train), "eval": tuple(held_out)}
         return {"train": self._leave_out(whole, held_out), "eval": held_out}
+
+    def _refuse_unread(self) -> None:
+        """Raise for a setting that chooses among what these files have none of."""
+        paths = [path for path in (self.path, self.eval_path) if path]
+        files, local = all(Path(path).is_file() for path in paths), all(Path(path).is_absolute() for path in paths)
+        unread = {
+            "train_split": (Path(self.path).is_file(), f"path={self.path!r} is one file"),
+            "subsets": (files, f"{' and '.join(map(repr, paths))}: one file has none"),
+            "revision": (local, f"{' and '.join(map(repr, paths))}: what lies here has none"),
+        }
+        for name, (useless, why) in unread.items():
+            value = getattr(self, name)
+            if useless and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name}={value} has no use: {why}; leave it out")
+        if self.eval_split is not None and self.eval_path is not None and Path(self.eval_path).is_file():
+            raise ValueError(f"eval_split={self.eval_split} has no use: eval_path={self.eval_path!r} is one file; leave it out")
 
     def _leave_out(self, whole: Sequence[Prompt], held_out: Sequence[Prompt]) -> tuple[Prompt, ...]:
         """The questions to train on without those that are held out. Raises `NoRows` where none is left."""
-        names = {identify(prompt) for prompt in held_out}
-        rest = tuple(prompt for prompt in whole if identify(prompt) not in names)
+        names = {identify_question(prompt) for prompt in held_out}
+        rest = tuple(prompt for prompt in whole if identify_question(prompt) not in names)
         if not rest:
             raise NoRows(
                 f"all {len(whole)} questions of the train split are in the eval split too: name another eval_path or eval_split"
@@ -329,7 +353,12 @@ class Questions(SingleTurn):
         wanted = [name for name in (self.question_field, self.answer_field) if name]
         others = [*([self.system_field] if self.system_field else []), *self.facts_fields]
         columns = [name.partition(".")[0] for name in (*wanted, *others)]
-        rows = source.rows(split, columns, columns[: len(wanted)])
+        try:
+            rows = source.rows(split, columns, columns[: len(wanted)])
+        except NoRows as error:
+            if self.answer_field and not self.needs_answer and f"has no column {columns[1]!r}" in str(error):
+                raise NoRows(f"{error}; or set answer_field=null where there are no right answers") from error
+            raise
         prompts = make_prompts(source.dataset, split, rows, self._prompt)
         if not prompts:
             raise NoRows(
@@ -358,3 +387,17 @@ class Questions(SingleTurn):
                 raise NoRows(f"{at} a number: mend the row, or set scoring to exact or math")
             if self.scoring == "regex" and (mistake := find_pattern_mistake(make_pattern(self.pattern or "", one))):
                 raise NoRows(f"{at} a regular expression ({mistake}): mend the row, or set pattern={{answer}}")
+
+
+async def _find_any(verdicts: Iterable[Awaitable[bool]]) -> float:
+    """1 where one of them is true, asked one after another. Raises the first `GraderOverrun` where none is."""
+    overrun: GraderOverrun | None = None
+    for verdict in verdicts:
+        try:
+            if await verdict:
+                return 1.0
+        except GraderOverrun as error:
+            overrun = overrun or error
+    if overrun is not None:
+        raise overrun
+    return 0.0
