@@ -312,8 +312,8 @@ class Questions(SingleTurn):
             held_out = self._load(self._source(self.path, "path"), self.eval_split)
         else:
             count = max(1, min(MOST_HELD_OUT, len(whole) // 10)) if self.held_out is None else self.held_out
-            train, held_out = hold_out(whole, count, "held out", self.seed, identity=identify_question)
-            return {"train": tuple(train), "eval": tuple(held_out)}
+            train, drawn = hold_out(whole, count, "held out", self.seed, identity=identify_question)
+            return {"train": tuple(train), "eval": tuple(drawn)}
         return {"train": self._leave_out(whole, held_out), "eval": held_out}
 
     def _refuse_unread(self) -> None:
