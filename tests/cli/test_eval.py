@@ -342,7 +342,8 @@ def test_an_eval_that_changes_while_it_is_played_says_which_folder_to_remove(
     assert f"{jobs_of(run, steps='0')[0].folder} to play it anew" in capsys.readouterr().err
 
 
-def test_the_command_is_written_down_as_it_was_given(tmp_path: Path):
+def test_the_command_is_written_down_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("A_KEY", "a key of this test")
     given = asked(model="some/model", key_env="A_KEY", to=tmp_path / "out", config_dir=str(tmp_path))
     (job,) = list_jobs("http://h/v1", given, ("evals.countdown={}",))
     options = ("--model", "some/model", "--key-env", "A_KEY", "--to", str(tmp_path / "out"), "-cd", str(tmp_path))
