@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "weight updates: where all servers are unfit, all are fenced instead of the update failing",
         where="WeightUpdate._find_unfit",
-        old="if len(unfit) < len(self.servers) else in_the_way",
+        old="if len(unfit) < len(self.servers) or self.others_held else in_the_way",
         new="",
         nearest=("tests/orchestrator/test_weight_update.py",),
     ),
