@@ -133,8 +133,34 @@ class _Question:
         return np.concatenate([self.branch.ids(), self.added]) if self.branch.runs else self.added
 
 
-class _ChatRecord:
-    """What all dialogues of a rollout write to: one list of branches, one count of answers, one first failure."""
+class DialogueRecord:
+    """What all dialogues of a rollout write to, whether its tokens are known or not: one count of answers, one first failure,
+    one lane to generate in."""
+
+    def __init__(self, closed: Callable[[], None]) -> None:
+        self.opening_text = ""
+        self.asked = self.answers = self.asking = 0
+        self.generated_ns = 0
+        self.failure: BaseException | None = None
+        self.closed = False
+        self._tell_closed = closed
+
+    def close(self) -> None:
+        """Give the lane away; a second call does nothing."""
+        if self.asking:
+            raise RuntimeError("close was called while the policy was still answering")
+        if not self.closed:
+            self.closed = True
+            self._tell_closed()
+
+    def refuse_closed(self, asked: str) -> None:
+        """Raises `RuntimeError` where `asked`, the name of a method, comes too late."""
+        if self.closed:
+            raise RuntimeError(f"{asked} was called after close: the lane to generate in has been given away")
+
+
+class _ChatRecord(DialogueRecord):
+    """With one list of branches."""
 
     def __init__(
         self,
@@ -144,20 +170,13 @@ class _ChatRecord:
         max_tokens: int | None,
         closed: Callable[[], None],
     ) -> None:
+        super().__init__(closed)
         self.template = template
         self.sampler = sampler
         self.max_prompt_tokens = max_prompt_tokens
         self.max_tokens = max_tokens
         self.branches: list[_Branch] = []
-        self.opening_text = ""
-        self.asked = 0
-        self.answers = 0
-        self.asking = 0
         self.answered_last: TokenDialogue | None = None
-        self.generated_ns = 0
-        self.closed = False
-        self.tell_closed = closed
-        self.failure: BaseException | None = None
 
     async def sample(self, prompt: np.ndarray, max_tokens: int | None) -> Sampled:
         """Raises `PromptTooLong` or `ContextFull`, after which a dialogue may go on with less, and what the sampler raises."""
@@ -247,8 +266,7 @@ class TokenDialogue:
         """
         if self._busy:
             raise RuntimeError("say was called while the policy was still answering: a dialogue has one answer at a time")
-        if self._record.closed:
-            raise RuntimeError("say was called after close: the lane to generate in has been given away")
+        self._record.refuse_closed("say")
         if not turns and not self._history:
             raise ValueError("the first say of a dialogue needs at least one turn")
         if max_tokens is not None and max_tokens < 1:
@@ -411,19 +429,14 @@ class TokenChat(TokenDialogue):
 
         Its answers are trained with the rollout's reward. A `say` of it that is cancelled leaves no trace.
         """
-        if self._record.closed:
-            raise RuntimeError("dialogue was called after close: the lane to generate in has been given away")
+        self._record.refuse_closed("dialogue")
         other = TokenDialogue(self._record, forgives_cancelling=True)
         self._dialogues.append(other)
         return other
 
     def close(self) -> None:
         """See `Chat`; a second call is none."""
-        if self._record.asking:
-            raise RuntimeError("close was called while the policy was still answering")
-        if not self._record.closed:
-            self._record.closed = True
-            self._record.tell_closed()
+        self._record.close()
 
     def recording(self) -> Recording:
         """The rollout as trajectories. Raises `ChatError` where the policy was never asked or `say` failed."""

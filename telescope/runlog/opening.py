@@ -114,18 +114,23 @@ class RunLook:
         return next((str(one) for one in self.damaged if one.path == path), "")
 
 
+def read_or_note(read: Callable[[], T], damaged: list[DamagedFile], nothing: T) -> T:
+    """What `read` gives; `nothing` where the file is not there, or is damaged, which is noted."""
+    try:
+        return read()
+    except DamagedFile as error:
+        damaged.append(error)
+    except OSError:
+        pass
+    return nothing
+
+
 def look(run: RunDirectory) -> RunLook:
     """Raises nothing, whatever lies there."""
     damaged: list[DamagedFile] = []
 
     def take(read: Callable[[], T], nothing: T) -> T:
-        try:
-            return read()
-        except DamagedFile as error:
-            damaged.append(error)
-        except OSError:
-            pass
-        return nothing
+        return read_or_note(read, damaged, nothing)
 
     nothing: dict[str, Any] = {}
     summary = take(lambda: read_json(run.summary_json, dict[str, Any]), nothing)

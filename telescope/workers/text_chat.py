@@ -22,7 +22,7 @@ from telescope.config.secrets import parse_reference, reveal
 from telescope.config.sections import RemoteServer
 from telescope.environments.answer_parsers import Answer
 from telescope.environments.base import ToolSchema, Turn
-from telescope.environments.chat import ChatError, Recording
+from telescope.environments.chat import ChatError, DialogueRecord, Recording
 from telescope.environments.validate import find_message_mistake
 from telescope.maths.support import Support
 from telescope.records import FinishReason, Sampling
@@ -176,19 +176,17 @@ MakeSampling = Callable[[int, int | None], Sampling]
 """(turn, lower limit of this answer) -> how it is sampled."""
 
 
-class _TextRecord:
-    """What all dialogues of a rollout share."""
+class _TextRecord(DialogueRecord):
+    """With the server that is asked, and until when."""
 
     def __init__(
         self, server: ChatCompletions, make_sampling: MakeSampling, closed: Callable[[], None], timeout_s: float
     ) -> None:
-        self.server, self.make_sampling, self.tell_closed = server, make_sampling, closed
+        super().__init__(closed)
+        self.server, self.make_sampling = server, make_sampling
         self.deadline = time.monotonic() + timeout_s
-        self.asked = self.answers = self.completion_tokens = self.asking = 0
-        self.opening_text, self.prompt_tokens = "", 0
+        self.completion_tokens = self.prompt_tokens = 0
         self.last: TextDialogue | None = None
-        self.closed, self.generated_ns = False, 0
-        self.failure: BaseException | None = None
 
 
 class TextDialogue:
@@ -233,8 +231,7 @@ class TextDialogue:
         record = self._record
         if self._busy:
             raise RuntimeError("say was called while the policy was still answering: a dialogue has one answer at a time")
-        if record.closed:
-            raise RuntimeError("say was called after close: the lane to generate in has been given away")
+        record.refuse_closed("say")
         if not turns and not self._history:
             raise ValueError("the first say of a dialogue needs at least one turn")
         for turn in turns:
@@ -297,19 +294,14 @@ class TextChat(TextDialogue):
 
     def dialogue(self) -> TextDialogue:
         """Another line of messages in this rollout."""
-        if self._record.closed:
-            raise RuntimeError("dialogue was called after close: the lane to generate in has been given away")
+        self._record.refuse_closed("dialogue")
         other = TextDialogue(self._record, forgives_cancelling=True)
         self._dialogues.append(other)
         return other
 
     def close(self) -> None:
         """See `Chat`; a second call is none."""
-        if self._record.asking:
-            raise RuntimeError("close was called while the policy was still answering")
-        if not self._record.closed:
-            self._record.closed = True
-            self._record.tell_closed()
+        self._record.close()
 
     def recording(self) -> Recording:
         """Without branches: no token of it is known. Raises `ChatError` where the model was never asked or `say` failed."""

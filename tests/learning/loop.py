@@ -98,7 +98,8 @@ class Server:
         )
 
     def answer(self, trajectory: Trajectory) -> str:
-        return self.tokenizer.decode(trajectory.ids[trajectory.mask == 1], skip_special_tokens=True)
+        text: str = self.tokenizer.decode(trajectory.ids[trajectory.mask == 1], skip_special_tokens=True)
+        return text
 
 
 def learn(algorithm: Algorithm, *, seed: int = 0, spoil: Spoil | None = None, sync: bool = True) -> Curve:

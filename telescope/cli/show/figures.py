@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import isfinite
 from statistics import fmean, median
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,10 +26,8 @@ from telescope.flow.group_lifecycle import OFF_POLICY
 from telescope.flow.groups import GroupState
 from telescope.runlog.files import DamagedFile, read_bytes, read_json
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.opening import RunLook, look
+from telescope.runlog.opening import RunLook, look, read_or_note
 from telescope.runlog.reader import newest_rows
-
-T = TypeVar("T")
 
 NEWEST = 200_000
 """Rows read of `rollouts`, `turns` and `groups`, the newest ones: a large run has millions."""
@@ -249,7 +247,7 @@ def read_figures(run: RunDirectory, state: str, samples: int) -> RunFigures:
 def read_run_settings(run: RunDirectory, damaged: list[DamagedFile]) -> RunSettings:
     """A configuration that was edited is read as it is: nothing is computed with it."""
     nothing: dict[str, Any] = {}
-    held = _take(lambda: read_json(run.config_json, dict[str, Any]), damaged, nothing)
+    held = read_or_note(lambda: read_json(run.config_json, dict[str, Any]), damaged, nothing)
     hide_variables(find_references(held))
 
     def section(name: str) -> Mapping[str, Any]:
@@ -284,7 +282,7 @@ def read_run_settings(run: RunDirectory, damaged: list[DamagedFile]) -> RunSetti
 
 def read_arguments(run: RunDirectory, seen: RunLook, damaged: list[DamagedFile]) -> tuple[str, ...] | None:
     """Of cmdline.txt, without `run_dir`, which no other run can have."""
-    text = _take(lambda: read_bytes(run.cmdline).decode("utf-8", "replace"), damaged, "")
+    text = read_or_note(lambda: read_bytes(run.cmdline).decode("utf-8", "replace"), damaged, "")
     try:
         words = shlex.split(text)
     except ValueError:
@@ -299,16 +297,6 @@ def _complete_checkpoints(run: RunDirectory, damaged: list[DamagedFile]) -> Iter
     for row in newest_rows(run, "checkpoints", damaged):
         if row.get("state") == "complete" and isinstance(row.get("step"), int):
             yield row["step"]
-
-
-def _take(read: Callable[[], T], damaged: list[DamagedFile], nothing: T) -> T:
-    try:
-        return read()
-    except DamagedFile as error:
-        damaged.append(error)
-    except OSError:
-        pass
-    return nothing
 
 
 # ---- curves
