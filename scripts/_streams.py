@@ -2,8 +2,9 @@
 
 Much of a test of whole runs is waiting for processes to start and to end, and one pytest call leaves half of two cores idle.
 Owns which tests go together. What no stream names goes into one of its own, so a new folder is never left out. Each call's
-output is printed when it has ended; the exit code is 0 only where all are. A signal that ends this ends them all: each call is
-a process group of its own, so that it gets one Ctrl-C and no more, whoever was told to stop.
+output is printed when it has ended; the exit code is 0 only where all are. A test that ran out of time among the others is
+played once more by itself: its limit is there for what hangs, and says nothing of a machine that was busy. A signal that ends
+this ends them all: each call is a process group of its own, so that it gets one Ctrl-C and no more, whoever was told to stop.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ AT_A_TIME = {"not slow": 3, "slow": 2}
 LEAVE_S = 60.0
 """For calls that are broken off to put things in order; then they are killed with all that they started."""
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WIDE = "400"
+"""Columns for pytest, which cuts the cause of a failure at the terminal's width."""
+MOST_AGAIN = 5
+"""More tests than these out of time are a fault of the product or of the machine, and are not played again."""
 FLOORS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 Streams = Mapping[str, tuple[str, ...]]
 
@@ -88,10 +93,13 @@ def _below(path: str, folders: Sequence[str]) -> bool:
     return any(path.startswith(f"{folder}/") for folder in folders)
 
 
+def pytest(lane: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-m", lane, "-p", "no:cacheprovider", "--durations=15", "--durations-min=5"]
+
+
 def calls(lane: str) -> dict[str, list[str]]:
     """Every command by name, in the order in which they begin."""
-    pytest = [sys.executable, "-m", "pytest", "-m", lane, "-p", "no:cacheprovider", "--durations=15", "--durations-min=5"]
-    tests = {name: [*pytest, *arguments] for name, arguments in streams(lane).items()}
+    tests = {name: [*pytest(lane), *arguments] for name, arguments in streams(lane).items()}
     checks = {"types": [sys.executable, "-m", "mypy"], "floors": [sys.executable, "-c", FLOORS]}
     return {**tests, **checks}
 
@@ -117,7 +125,13 @@ def hear() -> int:
 def begin(name: str, command: Sequence[str]) -> Call:
     output = tempfile.TemporaryFile()  # noqa: SIM115 closed when it has been read
     process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
+        command,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": WIDE},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        process_group=0,
     )
     print(f"{name}: begun", flush=True)
     return Call(name, process, output, time.monotonic())
@@ -175,15 +189,29 @@ def main() -> int:
         every = calls(lane)
         ended = run({name: every.pop(name) for name in ALONE[lane]}, 1, told)
         ended |= run(every, AT_A_TIME[lane], told)
+        late = {name: tests for name, (code, said) in ended.items() if code == 1 and (tests := only_late(said))}
+        if 0 < sum(map(len, late.values())) <= MOST_AGAIN:
+            commands = {f"{name}, again": [*pytest(lane), *tests] for name, tests in late.items()}
+            again = run(commands, 1, told)
+            ended |= {name: again.pop(f"{name}, again") for name in late}
     except Told as signalled:
         print(f"broken off by {signalled}", flush=True)
         return 128 + signalled.number
     print("=" * 40)
     for name, (code, said) in ended.items():
+        for test in late.get(name, ()):
+            print(f"OUT OF TIME beside others, so played again by itself: {test}")
         print(f"{name}: {'good' if code == 0 else f'FAILED with exit code {code}'}{counts(said)}")
         print("".join(f"  {line}\n" for line in said.splitlines() if re.match(r"(FAILED|ERROR) tests/", line)), end="")
     print(f"{time.monotonic() - begun:.0f} s in all")
     return int(any(code for code, _ in ended.values()))
+
+
+def only_late(said: str) -> list[str]:
+    """The tests that failed by pytest's summary `said`, where all of them ran out of time; otherwise none."""
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests/\S.*?)(?: - (.*))?$", said, re.MULTILINE)
+    late = [test for test, cause in failed if re.match(r"Failed: Timeout|TimeoutError\b", cause)]
+    return late if len(late) == len(failed) else []
 
 
 def counts(said: str) -> str:

@@ -33,7 +33,7 @@ from tests.inference.models import make_model
 
 COLD = 0.3
 """A temperature at which the small test models hardly end an answer by themselves."""
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)

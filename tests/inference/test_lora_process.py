@@ -76,7 +76,7 @@ def apart(trainer: Trainer, answer: Delivery) -> float:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_adapters_are_served_as_the_trainer_computes_them_and_requests_keep_theirs(tmp_path: Path):
     folder = make_model(tmp_path / "model", 0)
     inference = InferenceSettings(base_port=0, max_model_len=512, cpu_kv_cache_mb=16, max_loras=2)

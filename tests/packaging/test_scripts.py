@@ -193,6 +193,34 @@ def test_one_stream_that_fails_fails_the_lane_and_the_others_end(
     assert streams.counts("===== 2 failed, 3 passed in 4.00s =====\nleaked") == ", 2 failed, 3 passed in 4.00s"
 
 
+def test_only_who_ran_out_of_time_is_played_again(streams: ModuleType) -> None:
+    late = "FAILED tests/a/test_b.py::test_c[1 - 2] - Failed: Timeout (>300.0s) from pytest-timeout.\n"
+    slow = "FAILED tests/a/test_b.py::test_d - TimeoutError\n"
+    wrong = "FAILED tests/a/test_b.py::test_e - assert 1 == 2\n"
+    bare = "FAILED tests/a/test_b.py::test_f\n"
+    assert streams.only_late(f"...\n{slow}== 1 failed ==") == ["tests/a/test_b.py::test_d"]
+    assert streams.only_late(slow + late.replace("1 - 2", "1")) == ["tests/a/test_b.py::test_d", "tests/a/test_b.py::test_c[1]"]
+    assert streams.only_late(slow + wrong) == streams.only_late(slow + bare) == streams.only_late(late) == []
+
+
+def test_a_test_that_is_late_among_others_counts_by_what_it_does_alone(
+    streams: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A stand-in for pytest: out of time at the first call, then good where `good` says so."""
+    for good in (True, False):
+        seen = tmp_path / f"seen {good}"
+        late = "echo 'FAILED tests/x.py::test_y - TimeoutError'; exit 1"
+        script = f"if [ -e '{seen}' ]; then {'exit 0' if good else late}; fi; touch '{seen}'; {late}"
+        monkeypatch.setattr(streams, "calls", lambda lane, script=script: {"stream": ["sh", "-c", script]})
+        monkeypatch.setattr(streams, "pytest", lambda lane, script=script: ["sh", "-c", script])
+        monkeypatch.setattr(streams, "hear", lambda: None)
+        monkeypatch.setattr(sys, "argv", ["_streams.py", "not slow"])
+        assert streams.main() == int(not good)
+        said = capfd.readouterr().out
+        assert "stream, again: begun" in said
+        assert "played again by itself: tests/x.py::test_y\n" + f"stream: {'good' if good else 'FAILED'}" in said
+
+
 POLITE = "trap 'echo put in order; exit 7' INT; sleep 1000 3> {alive} & echo > {ready}; wait"
 STUBBORN = "trap '' INT; sleep 1000 3> {alive} & exec 3> {alive}; echo > {ready}; wait"
 
