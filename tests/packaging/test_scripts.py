@@ -203,22 +203,21 @@ def test_only_who_ran_out_of_time_is_played_again(streams: ModuleType) -> None:
     assert streams.only_late(slow + wrong) == streams.only_late(slow + bare) == streams.only_late(late) == []
 
 
+@pytest.mark.parametrize("good", [True, False])
 def test_a_test_that_is_late_among_others_counts_by_what_it_does_alone(
-    streams: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    streams: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, good: bool
 ) -> None:
-    """A stand-in for pytest: out of time at the first call, then good where `good` says so."""
-    for good in (True, False):
-        seen = tmp_path / f"seen {good}"
-        late = "echo 'FAILED tests/x.py::test_y - TimeoutError'; exit 1"
-        script = f"if [ -e '{seen}' ]; then {'exit 0' if good else late}; fi; touch '{seen}'; {late}"
-        monkeypatch.setattr(streams, "calls", lambda lane, script=script: {"stream": ["sh", "-c", script]})
-        monkeypatch.setattr(streams, "pytest", lambda lane, script=script: ["sh", "-c", script])
-        monkeypatch.setattr(streams, "hear", lambda: None)
-        monkeypatch.setattr(sys, "argv", ["_streams.py", "not slow"])
-        assert streams.main() == int(not good)
-        said = capfd.readouterr().out
-        assert "stream, again: begun" in said
-        assert "played again by itself: tests/x.py::test_y\n" + f"stream: {'good' if good else 'FAILED'}" in said
+    """A stand-in for pytest: out of time at the first call, then good or out of time once more."""
+    late = "echo 'FAILED tests/x.py::test_y - TimeoutError'; exit 1"
+    play = ["sh", "-c", f"[ -e {tmp_path}/seen ] && {'exit 0' if good else late}; touch {tmp_path}/seen; {late}"]
+    monkeypatch.setattr(streams, "calls", lambda lane: {"stream": play})
+    monkeypatch.setattr(streams, "pytest", lambda lane: play)
+    monkeypatch.setattr(streams, "hear", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["_streams.py", "not slow"])
+    assert streams.main() == int(not good)
+    said = capfd.readouterr().out
+    assert "stream, again: begun" in said
+    assert "played again by itself: tests/x.py::test_y\n" + f"stream: {'good' if good else 'FAILED'}" in said
 
 
 POLITE = "trap 'echo put in order; exit 7' INT; sleep 1000 3> {alive} & echo > {ready}; wait"
