@@ -47,17 +47,27 @@ class ResumePoint:
 
 
 def find_resume_point(run: RunDirectory, config: RunConfig, step: int | None = None) -> ResumePoint:
-    """The checkpoint of `step`, or the latest one. Raises `CannotResume`."""
+    """The checkpoint of `step`, or the latest one that has the training's state. Raises `CannotResume`."""
+    root = checkpoints.root(run, config.checkpoint.dir)
     try:
-        folder = checkpoints.find(checkpoints.root(run, config.checkpoint.dir), step)
+        folder = checkpoints.find(root, step)
     except checkpoints.CheckpointUnreadable as error:
         raise CannotResume(str(error)) from error
     facts = _read_facts(run, config, folder)
     if not facts.training_state:
-        raise CannotResume(
-            f"{folder} holds weights alone (checkpoint.save_training_state=false): a run can't go on from it; export it, and "
-            "begin a new run with the exported model"
+        whole = checkpoints.steps_with_state(root)
+        if step is not None or not whole:
+            earlier = f"; resume from another step ({', '.join(map(str, whole))})" if whole else ""
+            raise CannotResume(
+                f"{folder} holds weights alone (checkpoint.at_end, checkpoint.save_training_state): a run can't go on from it; "
+                f"export it, and begin a new run with the exported model{earlier}"
+            )
+        log.warning(
+            "Warning: the checkpoint of step %d holds weights alone, and the run goes on from that of step %d.",
+            *(facts.step, whole[-1]),
         )
+        folder = checkpoints.complete_folder(root, whole[-1])
+        facts = _read_facts(run, config, folder)
     if has_played_all(run, config, facts.step):
         raise CannotResume(
             f"{run.path} has trained its number_of_steps={config.number_of_steps}: give a larger number_of_steps to train on"
@@ -100,8 +110,9 @@ def find_latest(run: RunDirectory, config: RunConfig) -> ResumePoint | None:
     for step in reversed(checkpoints.steps(root)):
         folder = checkpoints.complete_folder(root, step)
         try:
-            if _read_facts(run, config, folder).training_state or step >= config.number_of_steps:
-                return ResumePoint(step, folder, _read_rows(folder))
+            facts = _read_facts(run, config, folder)
+            if facts.training_state or step >= config.number_of_steps:
+                return ResumePoint(step, folder, _read_rows(folder) if facts.training_state else ())
         except CannotResume as error:
             log.warning("The checkpoint of step %d is passed over: %s", step, error)
             damage = damage or error

@@ -159,8 +159,7 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> LaunchPlan:
         )
     processes = [_add_variables(process, config) for process in processes]
     logging = config.logging
-    save_s = config.checkpoint.stop_timeout_s if config.checkpoint.on else 0.0
-    restarts = cluster.max_server_restarts
+    restarts, save_s = cluster.max_server_restarts, config.stop_timeout_s
     return LaunchPlan(
         device, tuple(processes), logging.progress, logging.log_to_console, restarts, hosts, logging.verbose, save_s
     )

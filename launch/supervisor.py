@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shlex
 import signal
 import sys
 import threading
@@ -542,7 +541,6 @@ class Supervisor:
             failed = self.cause is not None
             self.console.result(format_summary(summary) if self.plan.verbose else format_closing(summary, failed=failed))
         if code == STOPPED and self.interrupted is not None:
-            self.console.result(f"to go on: python -m telescope runs resume {shlex.quote(str(self.directory.path))}")
             unfinished = ""
         lost = count_lost_rows(summary)
         if unfinished or lost:

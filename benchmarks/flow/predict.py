@@ -29,7 +29,7 @@ CALIBRATED = "calibrated"
 LIMIT = 0.15
 ALWAYS = (
     "cluster.device=cpu", "cluster.trainer_num_workers=1", "cluster.inference_num_workers=1", "logging.progress=false",
-    "logging.use_wandb=false",
+    "logging.use_wandb=false", "checkpoint.at_end=none",
 )  # fmt: skip
 _REAL = ("number_of_steps=24",)
 REAL = (

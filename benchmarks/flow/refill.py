@@ -38,7 +38,8 @@ def overrides(given: argparse.Namespace, folder: Path, model: Path) -> list[str]
         f"rollout.max_tokens={given.tokens}", f"inference.max_model_len={given.prompt + given.tokens + 8}",
         f"trainer.seq_len={(given.prompt + given.tokens + 127) // 64 * 64}", "cluster.device=cpu", "cluster.env_num_workers=1",
         f"orchestrator.prompts_batch_size_for_trainer={groups}", f"orchestrator.max_concurrent_prompts_per_server={groups}",
-        "orchestrator.max_async_rollout=2", "orchestrator.discard_group_zero_advantage=false", *given.overrides,
+        "orchestrator.max_async_rollout=2", "orchestrator.discard_group_zero_advantage=false", "checkpoint.at_end=none",
+        *given.overrides,
     ]  # fmt: skip
 
 

@@ -161,7 +161,7 @@ class System:
         self._log = folder / "run.txt"
         self.cpu: list[dict[str, float]] = []
         command = [sys.executable, "-m", "telescope.run", "--config-dir", str(ROOT / "benchmarks"), f"run_dir={self._folder}"]
-        settings = [*overrides(given, model), f"backend.gate={self._gate}"]
+        settings = [*overrides(given, model), f"backend.gate={self._gate}", "checkpoint.at_end=none"]
         with self._log.open("w") as said:
             self._process = subprocess.Popen(
                 [*command, *settings], stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, env=environ

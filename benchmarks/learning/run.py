@@ -83,7 +83,7 @@ def learn(name: str, seed: int, steps: int) -> Curve:
     )
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
-        local = (f"run_dir={directory}", "inference.http=false", "logging.use_wandb=false")
+        local = (f"run_dir={directory}", "inference.http=false", "logging.use_wandb=false", "checkpoint.at_end=none")
         started = time.monotonic()
         said = subprocess.run(
             [sys.executable, "-m", "telescope.run", *overrides, *local],

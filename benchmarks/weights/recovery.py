@@ -234,7 +234,8 @@ def main() -> None:
     parser.add_argument("--kills", nargs="+", choices=WHEN, default=list(WHEN))
     given = parser.parse_args()
     folder = given.run_dir or Path(tempfile.mkdtemp(prefix="telescope-recovery-")) / "run"
-    command = [sys.executable, "-m", "telescope.run", f"run_dir={folder}", *(given.overrides or FAKE)]
+    settings = (f"run_dir={folder}", "checkpoint.at_end=none", *(given.overrides or FAKE))
+    command = [sys.executable, "-m", "telescope.run", *settings]
     started = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     run = Run(RunDirectory(folder), started, time.monotonic() + given.limit)
     kills: list[float] = []

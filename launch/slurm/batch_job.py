@@ -21,6 +21,7 @@ from telescope._launch.hosts.address import NoAddress, find_interface, find_loca
 from telescope._launch.preflight import refuse
 from telescope._launch.process_environment import read_own_environment
 from telescope._launch.process_plan import PlanError, ProcessPlan, make_plan, write_plan
+from telescope._launch.save_forecast import describe_end_save
 from telescope._launch.slurm import queue
 from telescope._launch.slurm.allocation import LOOPBACK, AllocatedNode, SlurmAllocation, make_hosts, read_allocation, read_job
 from telescope._launch.slurm.batch_file import WARNED
@@ -78,6 +79,8 @@ def run(run_dir: str) -> None:
     except (PlanError, NoAddress) as error:
         _refuse(directory, attempt, error)
     hold(directory)
+    for sentence in describe_end_save(config, directory):
+        log.info("%s", sentence)
     try:
         go_on(directory, config, attempt)
     except (prepare_attempt.CannotResume, OSError) as error:
@@ -221,7 +224,7 @@ def _judge_run_end(
     log.info("%s; %s", ended, job)
     budget = settings.max_requeues - _count_requeues(directory)
     asked = settings.restart_after_walltime
-    again = config.checkpoint.on if asked is None else asked
+    again = config.checkpoint.every > 0 if asked is None else asked
     return judge_end(ended, job, requeue=settings.requeue, restart_after_walltime=again, budget=budget)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from telescope.algorithms.base import Algorithm
     from telescope.config.models import ModelCounts
     from telescope.config.sections import ModelSettings, TrainerSettings
-    from telescope.maths.memory import ModelShape, TrainerMemory
+    from telescope.maths.memory import ModelShape, Optimizer, TrainerMemory
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,14 @@ Outcome = Saved | NotSaved
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """`training_state`: not the weights alone. `background`: written while training goes on, from a copy in host memory.
-    `timeout_s`: how long a save may take. `expected`: saves will come, so that their host memory is worth having early."""
+    """`background`: written while training goes on, from a copy in host memory. `timeout_s`: how long a save may take.
+    `expected`: saves will come, so that their host memory is worth having early; `training_state`: of these, not of the weights
+    alone."""
 
-    training_state: bool = True
     background: bool = True
     timeout_s: float = 1800.0
     expected: bool = False
+    training_state: bool = True
 
 
 def unwatched(doing: str) -> None:
@@ -184,10 +185,11 @@ class Backend(Protocol):
         """
         ...
 
-    def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
-        """Write this rank's state after `step` to `folder`, down to the disk. Returns as soon as training may go on; `done` is
-        called exactly once, from here or from another thread. A save under way is waited for first. Where the state is spread
-        otherwise than it is written it holds collectives, and raises their errors without a call of `done`."""
+    def save(self, step: int, folder: Path, done: Callable[[Outcome], None], *, training_state: bool = True) -> None:
+        """Write this rank's state after `step` to `folder`, down to the disk; without `training_state` the weights alone.
+        Returns as soon as training may go on; `done` is called exactly once, from here or from another thread. A save under way
+        is waited for first. Where the state is spread otherwise than it is written it holds collectives, and raises their
+        errors without a call of `done`."""
         ...
 
     def close(self) -> None:
@@ -202,6 +204,8 @@ class BackendSettings(Settings):
     """Whether it knows model.lora."""
     fills_rows: ClassVar[bool] = False
     """Whether it fills up by itself a row that `ranks_a_row` ranks can't share evenly."""
+    has_model: ClassVar[bool] = True
+    """Whether its weights are a model's, and so worth saving when a run ends."""
 
     def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
         """What of these settings can't be in a run of so many ranks: paths of these settings, and a sentence with the remedy.
@@ -233,6 +237,11 @@ class BackendSettings(Settings):
         """Of `ranks_a_shard`, those that share each row, an equal part of its tokens each; the others hold parts of the
         model."""
         return 1
+
+    @property
+    def saved_optimizer(self) -> Optimizer | None:
+        """Whose moments a save of the training state has; None: not known."""
+        return None
 
     def rank_memory(
         self, shape: ModelShape, model: ModelSettings, trainer: TrainerSettings, *,

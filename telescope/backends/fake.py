@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 
 class Fake(BackendSettings):
+    has_model: ClassVar[bool] = False
+
     step_s: float = Field(default=0.0, ge=0)
     """How long a train step takes."""
 
@@ -99,8 +101,8 @@ class FakeBackend:
             place = out[spec.offset - bucket.start :][: spec.nbytes]
             place.view(held[spec.name].dtype).view(spec.shape).copy_(held[spec.name])
 
-    def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
-        """All of it: `rank-0.json`."""
+    def save(self, step: int, folder: Path, done: Callable[[Outcome], None], *, training_state: bool = True) -> None:
+        """All of it, which is little: `rank-0.json`."""
         started = time.perf_counter()
         file = folder / f"rank-{self._job.world.rank}.json"
         text = json.dumps({"version": self._version, "seed": self._job.seed}) + "\n"

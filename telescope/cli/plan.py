@@ -18,6 +18,7 @@ from telescope._launch.this_host import inspect_this_host
 from telescope.backends.megatron import Megatron
 from telescope.cli.command_line import parse_all
 from telescope.compose.load import UsageError, load_points, places_for
+from telescope.config.model_shapes import ShapeUnknown, shape_of
 from telescope.config.run import RunConfig
 from telescope.config.words import ConfigError
 from telescope.flow.staleness import explain
@@ -38,14 +39,12 @@ from telescope.planning.forecast import (
 from telescope.planning.latencies import Latencies
 from telescope.planning.memory import (
     PlanRefused,
-    ShapeUnknown,
     check_memory,
     check_model,
     divide,
     estimate_rank,
     estimate_server,
     find_spare_memory,
-    shape_of,
     shares_a_card,
 )
 from telescope.planning.report import (

@@ -116,7 +116,7 @@ def _act(arguments: Sequence[str]) -> int:
         return USAGE
     code = _run_all(points, arguments, sweep)
     if sweep is not None and sweep.results:
-        say(sweep.table())
+        say(sweep.table(unsaved=_leaves_unsaved(points)))
     return code
 
 
@@ -129,15 +129,15 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
     if asked.cfg or asked.info:
         option = "--cfg" if asked.cfg else "--info"
         raise UsageError(f"{option} shows points that are known; those of hydra/sweeper are chosen while the sweep goes on")
-    sweep, code = _sweep(asked), OK
+    sweep, code, unsaved = _sweep(asked), OK, False
 
     def launch(points: Sequence[Point]) -> list[float | None]:
-        nonlocal code
+        nonlocal code, unsaved
         if any(point.config is not None and point.config.cluster.slurm is not None for point in points):
             raise UsageError(
                 "hydra/sweeper chooses points from results, and Slurm's come when the job ends: leave one of them out"
             )
-        done = len(sweep.results)
+        done, unsaved = len(sweep.results), unsaved or _leaves_unsaved(points)
         code = _run_all(points, arguments, sweep) or code
         results = sweep.results[done:]
         if len(results) < len(points) or code in BY_SIGNAL:
@@ -154,7 +154,7 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
     except SweepStopped:
         say("The sweep ends here.")
     if sweep.results:
-        say(sweep.table())
+        say(sweep.table(unsaved=unsaved))
     return code
 
 
@@ -259,7 +259,7 @@ def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | No
         name = name_point(number, point.swept, str(config.name))
         folder = run_folder(config, started) if sweep is None else sweep.folder / name
         if not standing.rank or config.run_dir is not None:  # else the head's directory gives the node's its name
-            config = config.model_copy(update={"run_dir": str(folder)} | _grouped(config, sweep))
+            config = config.model_copy(update={"run_dir": str(folder)} | _as_point(config, sweep))
         warnings = (*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "",)))
         orders.append(RunOrder(config, plan, standing, warnings, tuple(arguments), started))
     return orders
@@ -270,11 +270,24 @@ def _interrupted(order: RunOrder) -> bool:
     return look(RunDirectory(Path(str(order.config.run_dir)))).exit.interrupted is not None
 
 
-def _grouped(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:
-    """The points of a sweep are one group in W&B, unless the user has named another."""
-    if sweep is None or config.logging.wandb_group is not None:
-        return {}
-    return {"logging": config.logging.model_copy(update={"wandb_group": sweep.name})}
+def _as_point(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:
+    """What a sweep changes in its points, unless the user has said otherwise: they are one group in W&B, and save nothing at
+    their ends, as most of them are there to be compared."""
+    changed: dict[str, object] = {}
+    if sweep is not None and config.logging.wandb_group is None:
+        changed["logging"] = config.logging.model_copy(update={"wandb_group": sweep.name})
+    if sweep is not None and _is_left_unsaved(config):
+        changed["checkpoint"] = config.checkpoint.model_copy(update={"at_end": "none"})
+    return changed
+
+
+def _is_left_unsaved(config: RunConfig) -> bool:
+    """Whether the point of a sweep would be saved at its end if it was a run by itself."""
+    return config.checkpoint.at_end == "auto" and not config.checkpoint.every and config.end_saves.any
+
+
+def _leaves_unsaved(points: Sequence[Point]) -> bool:
+    return any(point.config is not None and _is_left_unsaved(point.config) for point in points)
 
 
 def _sweep(asked: argparse.Namespace) -> Sweep:

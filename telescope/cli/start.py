@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from telescope._launch.unblocked_output import unblock_output
-from telescope.exit_codes import BY_SIGNAL, COMPONENT_FAILED, DONE, ERROR
+from telescope.exit_codes import COMPONENT_FAILED, DONE, ERROR
 
 if TYPE_CHECKING:
     from telescope._launch.hosts.node_identity import NodeIdentity
@@ -144,45 +144,29 @@ def run_one(order: RunOrder) -> int:
         order, code = again, _attempt(again)
     if code is None:
         return CONFIG_ERROR
-    for sentence in filter(None, (way_to_look(order.config), way_on(order.config, code))):
-        say(sentence)
+    for line in _list_next_lines(order.config, code):
+        say(line)
     return code
 
 
-def way_to_look(config: RunConfig) -> str:
-    """The command that shows what a run has learnt, however it ended; empty where it does not train, where its directory is
-    gone, and where its last words are that its last checkpoint is lost."""
-    from telescope.runlog.layout import RunDirectory
-    from telescope.runlog.opening import is_run, look
+def _list_next_lines(config: RunConfig, code: int) -> list[str]:
+    from telescope._launch.next_commands import list_next_lines
+    from telescope.cli.main import COMMANDS
 
-    run = RunDirectory(Path(str(config.run_dir)))
-    if not config.trains or not is_run(run.path) or look(run).summary.get("lost_checkpoint"):
-        return ""
-    return f"to see what it has learnt, or why not: python -m telescope show {shlex.quote(str(run.path))}"
-
-
-def way_on(config: RunConfig, code: int) -> str:
-    """How a run that failed, or was stopped and could not save, goes on from the checkpoint that it has; empty where it has
-    none, and where its last words say so already."""
-    from telescope.runlog.opening import look
-
-    if code not in (ERROR, COMPONENT_FAILED, *BY_SIGNAL):
-        return ""
-    run, latest = _latest_checkpoint(config)
-    if not latest or look(run).summary.get("lost_checkpoint"):
-        return ""
-    return f"to go on from the checkpoint of step {latest}: python -m telescope runs resume {shlex.quote(str(run.path))}"
+    return list_next_lines(config, code, COMMANDS)
 
 
 def _after_failure(order: RunOrder, code: int) -> RunOrder | None:
     """The order of a further attempt, or None where there is none to be had."""
+    from telescope._launch.next_commands import find_way_on
     from telescope.runlog.attempts import read_lineage
+    from telescope.runlog.layout import RunDirectory
     from telescope.runlog.opening import look
 
     config = order.config
     if code != COMPONENT_FAILED or order.plan is None:
         return None
-    run, latest = _latest_checkpoint(config)
+    run, latest = RunDirectory(Path(str(config.run_dir))), find_way_on(config)
     told_to_stop = look(run).exit.interrupted is not None
     if told_to_stop or not latest or latest <= read_lineage(run).step:
         return None
@@ -190,28 +174,11 @@ def _after_failure(order: RunOrder, code: int) -> RunOrder | None:
     return replace(order, config=config.model_copy(update={"checkpoint": resume}), by_itself=True)
 
 
-def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
-    """The run's directory, and the step of the latest checkpoint from which it can go on; 0 where there is none, nothing is
-    left to train or evaluate behind it, or the directory itself is gone, which checkpoints elsewhere outlive and a save may
-    have made anew."""
-    from telescope._launch.prepare_attempt import CannotResume, has_played_all
-    from telescope.runlog import checkpoints
-    from telescope.runlog.layout import RunDirectory
-    from telescope.runlog.opening import is_run
-
-    run, saving = RunDirectory(Path(str(config.run_dir))), config.checkpoint
-    can = saving.on and saving.save_training_state and run.config_json.exists() and is_run(run.path)
-    there = checkpoints.steps(checkpoints.root(run, saving.dir)) if can else []
-    try:
-        return run, there[-1] if there and not has_played_all(run, config, there[-1]) else 0
-    except CannotResume:  # who resumes it is told why
-        return run, 0
-
-
 def _attempt(order: RunOrder) -> int | None:
     """Its exit code; None where it was refused, in words, before anything began. A signal waits until the directory is whole: a
     new one is then taken back, a run that goes on is stopped in good order by its supervisor."""
     from telescope._launch.held_signals import hold_signals
+    from telescope._launch.save_forecast import describe_end_save
     from telescope._launch.supervisor import supervise
     from telescope.cli.half_done import HalfDone
     from telescope.runlog.attempts import note_end
@@ -226,6 +193,8 @@ def _attempt(order: RunOrder) -> int | None:
             before.take_back_or_say(say)
             say("Nothing was started.")
             return held.exit_code
+        for sentence in describe_end_save(order.config, directory):
+            say(sentence)
         if order.plan:
             code = supervise(directory, held=held)
     if not order.plan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -140,8 +141,9 @@ class Sweep:
         number = len(self.results)
         self._take(SweepResult(number, tuple(overrides), str(run_dir), exit_code, reason, swept=tuple(swept)))
 
-    def table(self) -> str:
-        """Every point in a line, with what was swept; then the failures with their reasons, then where the results lie."""
+    def table(self, *, unsaved: bool = False) -> str:
+        """Every point in a line, with what was swept; then the failures with their reasons, the line by which weights are kept
+        where the points were left `unsaved`, and where the results lie."""
         lines = [f"{'point':>5}  {'exit':>4}  {self.objective:>18}  swept"]
         lines += [
             f"{result.point:>5}  {_shown(result.exit_code):>4}  {_shown(result.value):>18}  "
@@ -158,7 +160,18 @@ class Sweep:
         if failures:
             lines.append(f"{len(failures)} of {len(self.results)} points failed:")
             lines += [f"  {result.point}: {shown(result.reason)} ({result.run_dir})" for result in failures]
+        if unsaved and (best := self._find_best()) is not None:
+            again = shlex.join(one for one in best.overrides if not one.startswith("run_dir="))
+            lines.append(
+                "The points of a sweep save no weights, unless checkpoint.at_end=weights is given. To train the best of them, "
+                f"point {best.point}, again and save it: telescope run {again} checkpoint.at_end=weights"
+            )
         return "\n".join([*lines, f"Results: {self.file}"])
+
+    def _find_best(self) -> SweepResult | None:
+        """By the reward; of another objective nobody has said which way is better."""
+        ended = [result for result in self.results if result.value is not None and not result.failed]
+        return max(ended, key=lambda result: result.value or 0.0, default=None) if self.objective == OBJECTIVE else None
 
     @property
     def file(self) -> Path:

@@ -80,11 +80,17 @@ def _without_trainer(config: RunConfig) -> Iterator[Conflict]:
             "model.lora trains adapters, and cluster.trainer_num_workers=0 trains nothing: leave it out, and name a model into "
             "which they are merged (`telescope export --merge`)",
         )
-    if config.checkpoint.on:
+    if config.checkpoint.every:
         yield Conflict(
             ("cluster.trainer_num_workers", "checkpoint.every"),
             f"checkpoint.every={config.checkpoint.every} saves what trainer ranks hold, and cluster.trainer_num_workers=0: set "
             "checkpoint.every=0",
+        )
+    if config.checkpoint.at_end in ("weights", "state"):
+        yield Conflict(
+            ("cluster.trainer_num_workers", "checkpoint.at_end"),
+            f"checkpoint.at_end={config.checkpoint.at_end} saves what trainer ranks hold, and cluster.trainer_num_workers=0: "
+            "leave it out",
         )
 
 
@@ -529,7 +535,7 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
             "kept then: set checkpoint.keep_last=2, say, or leave it out",
         )
     slurm = config.cluster.slurm
-    if checkpoint.on and slurm is not None and checkpoint.stop_timeout_s > slurm.save_s:
+    if checkpoint.every and slurm is not None and checkpoint.stop_timeout_s > slurm.save_s:
         yield Conflict(
             ("checkpoint.stop_timeout_s", "cluster.slurm.stop_before_s"),
             f"checkpoint.stop_timeout_s={checkpoint.stop_timeout_s:g} does not fit before the walltime: of "
@@ -537,14 +543,20 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
             f"cluster.slurm.stop_before_s={slurm.before_for(checkpoint.stop_timeout_s)}, or "
             f"checkpoint.stop_timeout_s={slurm.save_s:g}",
         )
-    if not checkpoint.on:
-        unread = () if checkpoint.resume else ("dir",)
+    if checkpoint.at_end == "state" and not checkpoint.save_training_state:
+        yield Conflict(
+            ("checkpoint.at_end", "checkpoint.save_training_state"),
+            "checkpoint.at_end=state saves the training's state at the end, and checkpoint.save_training_state=false saves the "
+            "weights alone: leave one of them out",
+        )
+    if not checkpoint.every:
+        unread = () if checkpoint.resume or config.saves else ("dir",)
         for name in ("keep_last", "keep_every", "keep_best", *unread):
             if (given := getattr(checkpoint, name)) is not None:
                 yield Conflict(
                     (f"checkpoint.{name}", "checkpoint.every"),
-                    f"checkpoint.{name}={given} does nothing without checkpoints: set checkpoint.every=10, say, or leave it "
-                    "out",
+                    f"checkpoint.{name}={given} does nothing without checkpoint.every: set checkpoint.every=10, say, or leave "
+                    "it out",
                 )
 
 

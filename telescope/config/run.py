@@ -31,6 +31,7 @@ from pydantic_core import PydanticCustomError
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config import plugins
+from telescope.config.end_saves import EndSaves, choose_end_saves
 from telescope.config.eval_measure import EvalMeasure
 from telescope.config.evals import FROM_SERVERS, Eval, EvalEntry, EvalSettings, is_of_its_own, make_evals, make_own_environments
 from telescope.config.redacted_output import hide_variables
@@ -248,6 +249,25 @@ class RunConfig(Settings):
     def trains(self) -> bool:
         """False for a run without trainer ranks, which plays its evals and ends (`telescope eval`)."""
         return self.cluster.trainer_num_workers > 0
+
+    @property
+    def end_saves(self) -> EndSaves:
+        """What is saved after the last step, and at a stop."""
+        return choose_end_saves(self)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run makes any checkpoint."""
+        return self.trains and (self.checkpoint.every > 0 or self.end_saves.any)
+
+    @property
+    def stop_timeout_s(self) -> float:
+        """How long a run that is asked to stop may take for its step and its save: `checkpoint.stop_timeout_s`, and without
+        checkpoint.every no more than a walltime's warning leaves. 0: nothing is saved."""
+        if not self.end_saves.any:
+            return 0.0
+        asked, slurm = self.checkpoint.stop_timeout_s, self.cluster.slurm
+        return asked if slurm is None or self.checkpoint.every else min(asked, slurm.save_s)
 
     @property
     def first_version(self) -> int:

@@ -444,7 +444,11 @@ def _zero_if_false(value: Any) -> Any:
 
 class CheckpointSettings(Settings):
     every: Annotated[int, BeforeValidator(_zero_if_false)] = Field(default=0, ge=0, le=1_000_000_000)
-    """Save a checkpoint after each so many steps, after the last one, and when the run is asked to stop; false or 0: never."""
+    """Save a checkpoint after each so many steps; false or 0: only as checkpoint.at_end says."""
+    at_end: Literal["auto", "weights", "state", "none"] = "auto"
+    """What is saved after the last step, and when the run is asked to stop. auto: with checkpoint.every what each checkpoint
+    has; else the weights after the last step, and at a stop the training state, or the weights where that does not fit; of a
+    sweep's points nothing. weights: the weights alone; state: all that a run goes on from; none: nothing."""
     save_training_state: bool = True
     """Save optimiser, random states and the orchestrator's part too, so that a run can be resumed exactly; false: weights
     alone, for export."""
@@ -491,10 +495,6 @@ class CheckpointSettings(Settings):
                 "folder; or leave it out for the run directory's"
             )
         return directory
-
-    @property
-    def on(self) -> bool:
-        return bool(self.every)
 
     @property
     def best(self) -> EvalMeasure | None:

@@ -109,7 +109,7 @@ class SlurmSettings(Settings):
     requeue: bool = True
     """Run again, in the same run directory, after a preemption or the loss of a node."""
     restart_after_walltime: bool | None = None
-    """With cluster.slurm.requeue, run again after the walltime too. null: where the run makes checkpoints. Without any the next
+    """With cluster.slurm.requeue, run again after the walltime too. null: with checkpoint.every. Without checkpoints the next
     attempt begins at step 1 and, with the same walltime, gets no further than the last one."""
     max_requeues: int = Field(default=100, ge=0, le=1_000_000)
     """Requeues that the run itself asks for; Slurm's own (preemption) are not limited by it."""

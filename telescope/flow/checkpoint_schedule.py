@@ -14,7 +14,7 @@ class CheckpointSchedule:
     """`last`: step of the checkpoint that the run goes on from, 0 where it begins."""
 
     def __init__(self, settings: FlowSettings, last: int = 0) -> None:
-        self._every = settings.checkpoint_every
+        self._every, self._saves_end = settings.checkpoint_every, settings.saves_end
         self._with = next((rules for rules in settings.evals if rules.name == settings.checkpoint_with), None)
         """The eval at each of whose steps one is due too."""
         self._deadline_s = settings.checkpoint_stop_timeout_s
@@ -32,7 +32,7 @@ class CheckpointSchedule:
 
     @property
     def on(self) -> bool:
-        return self._every > 0
+        return self._every > 0 or self._saves_end
 
     @property
     def waits(self) -> bool:
@@ -43,10 +43,8 @@ class CheckpointSchedule:
         """A version is served. A sentence where the checkpoint due has to wait for the one before it."""
         if not self.on:
             return ""
-        asked_by = [] if version % self._every else ["checkpoint.every"]
-        if self._with is not None and self._with.is_due(version, last=False):
-            asked_by.append(f"eval.every or evals.{self._with.name}.every (checkpoint.keep_best makes one for each eval)")
-        if asked_by or self.leaving is not None:
+        asked_by = self._find_who_asks(version)
+        if asked_by or (self.leaving is not None and self._saves_end):
             self.owed = True
         if not asked_by or self.under_way is None:
             return ""
@@ -55,15 +53,23 @@ class CheckpointSchedule:
             f"waits for it; raise {', and '.join(asked_by)}"
         )
 
+    def _find_who_asks(self, version: int) -> list[str]:
+        """The settings by which a checkpoint is due at the version, whether or not the run ends."""
+        asked_by = ["checkpoint.every"] if self._every and version % self._every == 0 else []
+        if self._every and self._with is not None and self._with.is_due(version, last=False):
+            asked_by.append(f"eval.every or evals.{self._with.name}.every (checkpoint.keep_best makes one for each eval)")
+        return asked_by
+
     def leave(self, stop: EndRun, *, version: int, training: bool, now: float) -> None:
-        """The run is to end once its step is trained and saved. One that has trained all waits for its last save as long as for
-        any (whoever writes it gives up in time); one that is told to stop, then or before, for `checkpoint_stop_timeout_s`."""
+        """The run is to end once its step is trained and saved; where no save is made at the end, once none is under way. One
+        that has trained all waits for its last save as long as for any (whoever writes it gives up in time); one that is told
+        to stop, then or before, for `checkpoint_stop_timeout_s`."""
         if not stop.ok:
             self._give_up_at = min(self._give_up_at, now + self._deadline_s)
         if self.leaving is not None:
             return
         self.leaving = stop
-        if self.on and not training and version > 0 and version not in (self.last, self.under_way):
+        if self._saves_end and not training and version > 0 and version not in (self.last, self.under_way):
             self.owed = True
 
     def leave_early(self, stop: EndRun) -> None:
@@ -85,7 +91,7 @@ class CheckpointSchedule:
 
     def end_if_done(self, *, version: int, training: bool) -> EndRun | None:
         """The run's end, if nothing is waited for any more."""
-        if self.leaving is None or training or self.owed or self.under_way is not None:
+        if self.leaving is None or (training and self._saves_end) or self.owed or self.under_way is not None:
             return None
         return self._make_stop(version)
 
@@ -103,5 +109,7 @@ class CheckpointSchedule:
         if self.last == version > 0:
             reason = reason if self.leaving.ok else f"{reason}; the checkpoint of step {version} is complete"
             return EndRun(reason, self.leaving.ok, checkpoint=version)
-        self.lost = version if self.leaving.ok and self.on else 0
-        return EndRun(f"{reason}; no checkpoint of it: {self._failure}" if self._failure else reason, self.leaving.ok)
+        wanted = self._saves_end or bool(self._find_who_asks(version))
+        self.lost = version if self.leaving.ok and wanted else 0
+        failure = f"; no checkpoint of it: {self._failure}" if self._failure and wanted else ""
+        return EndRun(f"{reason}{failure}", self.leaving.ok)

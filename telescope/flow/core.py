@@ -124,6 +124,11 @@ class Core:
         return self._checkpoints.lost
 
     @property
+    def leaving(self) -> do.EndRun | None:
+        """How the run ends, once what it waits for is there: its step, its checkpoint, its last evals. None: it goes on."""
+        return self._checkpoints.leaving
+
+    @property
     def last_step(self) -> int:
         """Of the run, as far as is known: with `eval.stop_after` it may become an earlier one."""
         return self._early_stop.last_step
@@ -376,8 +381,8 @@ class Core:
         self._stop(do.EndRun(reason, ok=False))
 
     def _leave(self, stop: do.EndRun) -> None:
-        """End the run when the step under way is trained and, where checkpoints are on, saved; one that has trained all plays
-        its evals to their end."""
+        """End the run when the step under way is trained and saved, where a save is made at the end; one that has trained all
+        plays its evals to their end."""
         if self._checkpoints.on or (stop.ok and self._evals.under_way):
             self._checkpoints.leave(stop, version=self.version, training=self._versions.batch is not None, now=self._now)
         else:

@@ -124,7 +124,9 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     discarded_batches_limit: int = 50
     """This many batches' worth of groups discarded for equal rewards in a row, none kept between, ends the run."""
     checkpoint_every: int = 0
-    """A checkpoint each so many steps, at the last one, and before a stop that leaves time for it; 0: none."""
+    """A checkpoint each so many steps; 0: only as `checkpoint_at_end` says."""
+    checkpoint_at_end: bool | None = None
+    """One at the last step, and before a stop that leaves time for it; None: where `checkpoint_every` is more than 0."""
     checkpoint_with: str = ""
     """An eval: with checkpoints on, one is made at each step that it is due at, too."""
     checkpoint_stop_timeout_s: float = 120.0
@@ -142,6 +144,16 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Servers held for the evals between the first step and the last, as far as training keeps one; 0: they play on all."""
     evals_hold_training: bool = False
     """The trainer gets no batch while an eval plays: servers that sleep while it trains would lose what they generate."""
+
+    @property
+    def saves_end(self) -> bool:
+        """Whether a checkpoint is made at the last step, and before a stop."""
+        return self.checkpoint_every > 0 if self.checkpoint_at_end is None else self.checkpoint_at_end
+
+    @property
+    def saves(self) -> bool:
+        """Whether any checkpoint is made."""
+        return self.checkpoint_every > 0 or self.saves_end
 
     def __post_init__(self) -> None:
         for name in ("number_of_steps", "prompts_batch_size_for_trainer", "group_size", "max_off_policy_steps",
@@ -182,7 +194,7 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 raise ValueError(f"{name} needs {lanes}: {needs}; switch {name} off, or {lanes} on")
         if not 0 < self.kv_soft <= self.kv_hard <= 1:
             raise ValueError(f"kv_soft={self.kv_soft} and kv_hard={self.kv_hard} must be in order: 0 < soft <= hard <= 1")
-        if not self.trains and (self.environments or not self.evals or self.checkpoint_every):
+        if not self.trains and (self.environments or not self.evals or self.saves):
             raise ValueError("a run that does not train plays evals alone: it draws no prompts and saves no checkpoints")
         if self.trains and not self.environments:
             raise ValueError("environments is empty: name at least one environment to draw prompts from")

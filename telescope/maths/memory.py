@@ -235,7 +235,7 @@ def trainer_memory(
     layer = adapters.parameters(shape) // shape.layers if adapters else shape.layer_parameters
     chunk = min(chunk, row_tokens)
     weights = share * weight_bytes + (trained * trained_bytes if adapters else 0)
-    moments = _adapter_moments(trained, optimizer) if adapters else moment_bytes(shape, optimizer, weight_bytes, ranks)
+    moments = adapter_moment_bytes(trained, optimizer) if adapters else moment_bytes(shape, optimizer, weight_bytes, ranks)
     frozen = share * compute_bytes if reference else 0
     on_host = {"none": 0, "optimizer": moments, "parameters": weights + trained * trained_bytes + moments + frozen}[offload]
     again = layers_again(shape.layers, checkpointing, checkpointed_layers)
@@ -289,7 +289,7 @@ def moment_bytes(shape: ModelShape, optimizer: Optimizer, weight_bytes: int, ran
             return 0
 
 
-def _adapter_moments(trained: int, optimizer: Optimizer) -> int:
+def adapter_moment_bytes(trained: int, optimizer: Optimizer) -> int:
     """Of one rank's adapters, which are float32."""
     return {"adamw": 8 * trained, "adamw_8bit": trained * 2 * (BLOCK + 4) // BLOCK, "muon": 4 * trained, "sgd": 0}[optimizer]
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from telescope.config.end_saves import NOTHING, EndSaves, SaveBytes, SaveContent, format_bytes
 from telescope.flow import events
+from telescope.flow.commands import EndRun
 from telescope.orchestrator.peers import ProtocolViolations
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.saved_state import OrchestratorState, write_state
@@ -29,6 +32,17 @@ SaveAnswer = CheckpointStaged | CheckpointWritten | CheckpointError
 
 
 @dataclass(frozen=True)
+class SaveNeeds:
+    """What is known of a save before it is made."""
+
+    nbytes: SaveBytes
+    bytes_per_s: float | None
+    """Of the disk; None: not known."""
+    stop_timeout_s: float
+    """What a run that is asked to stop has for it."""
+
+
+@dataclass(frozen=True)
 class SaveRules:
     """What the configuration and the attempt say about checkpoints."""
 
@@ -38,6 +52,10 @@ class SaveRules:
     config_hash: str
     timeout_s: float
     training_state: bool = True
+    """Of those that are made while the run goes on; false: the weights alone."""
+    at_end: EndSaves = NOTHING
+    needs: SaveNeeds | None = None
+    """None: not known."""
     keep_last: int | None = None
     keep_every: int | None = None
 
@@ -47,6 +65,7 @@ class _Save:
     step: int
     folder: Path
     deadline: float
+    training_state: bool
     waiting: set[str]
     """Ranks that have not said how their part went."""
     stalled: set[str]
@@ -62,7 +81,7 @@ class _Save:
 
 class CheckpointCoordinator:
     """Drives one save at a time; `take_events` gives its end to the loop. Each `begin` has one, within twice the deadline.
-    `find_last`: the run's last step, as far as is known."""
+    `find_last`: the run's last step, as far as is known; `find_leaving`: how the run ends, once it is to."""
 
     def __init__(
         self,
@@ -72,9 +91,10 @@ class CheckpointCoordinator:
         ranks: tuple[str, ...],
         rules: SaveRules | None,
         find_last: Callable[[], int],
+        find_leaving: Callable[[], EndRun | None] = lambda: None,
     ) -> None:
         self._hub, self._recorder, self._violations = hub, recorder, violations
-        self._ranks, self._rules, self._find_last = ranks, rules, find_last
+        self._ranks, self._rules, self._find_last, self._find_leaving = ranks, rules, find_last, find_leaving
         self._save: _Save | None = None
         self._events: list[events.AnyEvent] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -93,15 +113,36 @@ class CheckpointCoordinator:
         rules = self._rules
         assert rules is not None  # the core orders none where the configuration asks for none
         try:
+            content = self._choose_content(rules, step)
             folder = checkpoints.begin(rules.directory, step, rules.attempt)
         except OSError as error:
             self._report_failure(step, f"{rules.directory}: {error.strerror or error}")
             return
-        save = self._save = _Save(step, folder, now + rules.timeout_s, set(self._ranks), set(self._ranks))
+        whole = content == "state"
+        save = self._save = _Save(step, folder, now + rules.timeout_s, whole, set(self._ranks), set(self._ranks))
         for rank in self._ranks:
-            save.numbers[rank] = self._hub.send(rank, SaveCheckpoint(step=step, folder=str(folder)))
-        if rules.training_state:
+            save.numbers[rank] = self._hub.send(rank, SaveCheckpoint(step=step, folder=str(folder), training_state=whole))
+        if whole:
             save.own = self._writer.submit(write_state, folder, state)
+
+    def _choose_content(self, rules: SaveRules, step: int) -> SaveContent:
+        """What is saved now. Raises OSError where it is known not to fit on the disk."""
+        leaving = self._find_leaving()
+        usual: SaveContent = "state" if rules.training_state else "weights"
+        wanted = usual if leaving is None else rules.at_end.done if leaving.ok else rules.at_end.stopped
+        if leaving is None or wanted == "nothing":  # due by the steps, at the end too
+            return usual
+        if not rules.at_end.gives_way or rules.needs is None:
+            return wanted
+        free = shutil.disk_usage(rules.directory).free
+        if wanted == "state" and (why := _find_hindrance(rules.needs, free)):
+            self._recorder.alert(
+                "warning", "checkpoint", f"the checkpoint of step {step} has the weights alone: the training state {why}"
+            )
+            wanted = "weights"
+        if (nbytes := rules.needs.nbytes.of(wanted)) > free:
+            raise OSError(f"the {wanted} take {format_bytes(nbytes)}, and {format_bytes(free)} are free")
+        return wanted
 
     def hear(self, delivery: Delivery, body: SaveAnswer) -> None:
         save = self._save
@@ -149,17 +190,18 @@ class CheckpointCoordinator:
         mend = f"Mend that first (free space in {rules.directory}, or whatever it was)"
         resume = f"`telescope runs resume {shlex.quote(run_dir)}`"
         try:
-            before = next((step for step in reversed(checkpoints.steps(rules.directory)) if step < lost), 0)
+            before = [step for step in checkpoints.steps(rules.directory) if step < lost]
+            whole = [step for step in checkpoints.steps_with_state(rules.directory) if step < lost]
         except OSError as error:  # what kept the checkpoint from being written may keep others from being read
             later = f"{resume} then goes on from the latest checkpoint, if there is one"
             return f"{mend}. {later}: now none can be looked for ({error})"
-        if before and rules.training_state:
+        if whole:
             return (
-                f"{mend}, then {resume} goes on from the checkpoint of step {before}, trains {_name_steps(before + 1, lost)} "
-                "again and saves"
+                f"{mend}, then {resume} goes on from the checkpoint of step {whole[-1]}, trains "
+                f"{_name_steps(whole[-1] + 1, lost)} again and saves"
             )
         there = (
-            f"the checkpoint of step {before} can be exported, but has weights alone (checkpoint.save_training_state=false)"
+            f"the checkpoint of step {before[-1]} can be exported, but has weights alone"
             if before
             else "there is no earlier checkpoint"
         )
@@ -190,9 +232,12 @@ class CheckpointCoordinator:
         save.completing = self._writer.submit(self._complete, save, self._recorder.protect_checkpoints(save.step))
 
     def _complete(self, save: _Save, protected: frozenset[int]) -> None:
-        """In the thread: make it whole, then delete what nothing keeps. Raises OSError."""
+        """In the thread: make it whole, then delete what nothing keeps. Raises OSError. One of weights alone takes nobody's
+        place from which a run can go on."""
         rules = self._rules
         assert rules is not None
+        if not save.training_state:
+            protected |= frozenset(checkpoints.steps_with_state(rules.directory)[-1:])
         facts = checkpoints.Complete(
             format=checkpoints.FORMAT,
             step=save.step,
@@ -201,7 +246,7 @@ class CheckpointCoordinator:
             attempt=rules.attempt,
             config_hash=rules.config_hash,
             world_size=len(self._ranks),
-            training_state=rules.training_state,
+            training_state=save.training_state,
             nbytes=save.nbytes,
             seconds=round(time.monotonic() - save.began, 3),
             written=checkpoints.now(),
@@ -227,13 +272,28 @@ class CheckpointCoordinator:
         self._report_failure(save.step, cause, stall_s=save.stall_s)
 
     def _report_failure(self, step: int, cause: str, stall_s: float = 0.0) -> None:
-        is_last = step == self._find_last()
-        how = ", the last, failed" if is_last else " failed, and the run goes on"
+        leaving = self._find_leaving()
+        is_last = step == self._find_last() or (leaving is not None and leaving.ok)
+        stops = leaving is not None and not is_last
+        how = ", the last, failed" if is_last else " failed, and the run stops" if stops else " failed, and the run goes on"
         sentence = f"the checkpoint of step {step}{how}: {cause}"
         log.error("%s", sentence)
         self._recorder.alert("error", "checkpoint", sentence, shown=not is_last)
         self._recorder.record_checkpoint(step, "failed", stall_s=stall_s, cause=cause)
         self._events.append(events.CheckpointFailed(step=step, cause=cause))
+
+
+def _find_hindrance(needs: SaveNeeds, free: int) -> str:
+    """Why the training state can't be saved now; empty where it can, as far as is known."""
+    nbytes, speed = needs.nbytes.state, needs.bytes_per_s
+    if nbytes > free:
+        return f"takes {format_bytes(nbytes)}, and {format_bytes(free)} are free"
+    if speed and nbytes / speed > needs.stop_timeout_s:
+        return (
+            f"takes {format_bytes(nbytes)}, which the disk does not take within {needs.stop_timeout_s:g} s "
+            "(checkpoint.stop_timeout_s)"
+        )
+    return ""
 
 
 def _name_steps(first: int, last: int) -> str:

@@ -85,7 +85,7 @@ class Orchestrator:
         for rollout in rollouts:
             store.add(rollout)
         checkpoints = self.checkpoints = CheckpointCoordinator(
-            hub, recorder, violations, peers.ranks, saves, lambda: core.last_step
+            hub, recorder, violations, peers.ranks, saves, lambda: core.last_step, lambda: core.leaving
         )
         self.weights = WeightCoordinator(hub, recorder, violations, peers.ranks, updates, saving=lambda: checkpoints.stalled)
         dying = servers.find_dying if config.inference.sleep_while_training != "off" else None

@@ -11,10 +11,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from telescope.config.end_saves import count_save_bytes
 from telescope.config.evals import Eval, digest_sampling, list_setup
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
@@ -29,7 +31,7 @@ from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import EvalRules, FlowSettings
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.best_checkpoint import BestCheckpoint
-from telescope.orchestrator.checkpoints import SaveRules
+from telescope.orchestrator.checkpoints import SaveNeeds, SaveRules
 from telescope.orchestrator.eval_scores import EvalScoring
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.peers import FencedServers, Peers
@@ -39,6 +41,7 @@ from telescope.orchestrator.saved_state import CannotGoOn, RunStart, start_run
 from telescope.orchestrator.training_health import ParityCheck
 from telescope.orchestrator.weight_coordinator import UpdateRules
 from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root, steps
+from telescope.runlog.disk_speed import measure_write_speed
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.reader import rows
@@ -123,9 +126,10 @@ def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> Flo
         stop_lower=config.stop_measure is not None and config.stop_measure.lower_is_better,
         eval_servers=config.eval_servers,
         evals_hold_training=config.inference.sleep_while_training != "off",
-        checkpoint_every=int(config.checkpoint.every),
+        checkpoint_every=config.checkpoint.every,
+        checkpoint_at_end=config.end_saves.any,
         checkpoint_with=config.checkpoint.best.eval if config.checkpoint.best is not None else "",
-        checkpoint_stop_timeout_s=config.checkpoint.stop_timeout_s,
+        checkpoint_stop_timeout_s=config.stop_timeout_s or config.checkpoint.stop_timeout_s,
     )
 
 
@@ -326,8 +330,8 @@ def _make_recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
 
 def _make_save_rules(context: ProcessContext) -> SaveRules | None:
     """None where the run makes no checkpoints. Raises `CheckpointUnreadable` where their folder is another run's."""
-    settings, identity = context.config.checkpoint, context.identity
-    if not settings.on:
+    config, settings, identity = context.config, context.config.checkpoint, context.identity
+    if not config.saves:
         return None
     directory = root(context.directory, settings.dir)
     judge = of_another_run if settings.dir is None else claim
@@ -341,9 +345,19 @@ def _make_save_rules(context: ProcessContext) -> SaveRules | None:
         config_hash=identity.config_hash,
         timeout_s=settings.timeout_s,
         training_state=settings.save_training_state,
+        at_end=config.end_saves,
+        needs=_find_save_needs(config, directory),
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
     )
+
+
+def _find_save_needs(config: RunConfig, directory: Path) -> SaveNeeds | None:
+    """None where the model's size is not known here, and where nobody asks."""
+    nbytes = count_save_bytes(config) if config.end_saves.gives_way else None
+    if nbytes is None:
+        return None
+    return SaveNeeds(nbytes, measure_write_speed(directory, nbytes.state), config.stop_timeout_s)
 
 
 def _end_groups(core: Core, recorder: Recorder, journal: Journal, reason: str, started: float) -> None:

@@ -199,6 +199,16 @@ def steps(directory: Path) -> list[int]:
     return sorted(step for step, folder in _matching(directory, _STEP) if (folder / COMPLETE).is_file())
 
 
+def steps_with_state(directory: Path) -> list[int]:
+    """Of `steps`, those that a run can go on from; one that can't be read is left out."""
+    found = []
+    for step in steps(directory):
+        with contextlib.suppress(CheckpointUnreadable):
+            if read(complete_folder(directory, step)).training_state:
+                found.append(step)
+    return found
+
+
 def all_of(directory: Path, step: int) -> list[Path]:
     """Every complete checkpoint of `step`: the one that counts first, then those that went aside."""
     places = (folder for kind in (_STEP, _ASIDE) for other, folder in _matching(directory, kind) if other == step)

@@ -211,7 +211,8 @@ class TrainerService:
         if order.step != self._step:
             raise OutOfOrder(f"told to save step {order.step}, but the weights here are those of step {self._step}")
         saving, started = _SaveUnderWay(self._link, order.step, delivery), time.perf_counter()
-        self._backend.save(order.step, trainer_part(Path(order.folder)), saving.ended)
+        folder = trainer_part(Path(order.folder))
+        self._backend.save(order.step, folder, saving.ended, training_state=order.training_state)
         stall = time.perf_counter() - started
         self._stall_s += stall
         saving.staged(stall)

@@ -397,6 +397,8 @@ class SaveCheckpoint(Message):
 
     step: int
     folder: str
+    training_state: bool = True
+    """All that a run goes on from; false: the weights alone."""
 
 
 class CheckpointStaged(Message):

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from telescope._launch.next_commands import list_next_lines
 from telescope._launch.prepare_attempt import ResumePoint, begin_at
 from telescope.cli import eval as command
 from telescope.cli.completion import candidates
 from telescope.cli.eval_compare import PromptScore, compare, pair_prompts
 from telescope.cli.eval_jobs import EvalJob, EvalRefused, describe_key, digest_evals, list_jobs
 from telescope.cli.resume import WrongOverride
-from telescope.cli.start import way_to_look
 from telescope.config.evals import list_setup
 from telescope.config.models import model_folder
 from telescope.config.resume import find_obstacles_to_resume
@@ -95,7 +95,7 @@ def test_of_a_run_each_step_has_a_folder_in_it_and_its_own_exported_weights(tmp_
     assert len(digests) == 1
     assert first.folder == standalone_folder(run, digests.pop(), 0)
     assert not first.config.trains
-    assert not first.config.checkpoint.on
+    assert not first.config.saves
     assert [one.name for one in first.config.active_evals] == ["math"]
 
 
@@ -353,9 +353,9 @@ def test_the_command_is_written_down_as_it_was_given(tmp_path: Path, monkeypatch
 def test_an_eval_learns_nothing_that_could_be_shown(tmp_path: Path):
     trained = make_run(tmp_path / "run", config(), [2])
     (job,) = jobs_of(trained)
-    assert way_to_look(config(run_dir=str(trained.path)))
+    assert list_next_lines(config(run_dir=str(trained.path)), 0, ("show",))
     make_played(job)
-    assert way_to_look(job.config) == ""
+    assert list_next_lines(job.config, 0, ("show",)) == []
 
 
 def test_a_model_needs_an_eval_and_a_url_a_model(tmp_path: Path):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.config.sections import CheckpointSettings
 from telescope.config.slurm import SlurmSettings
 from tests.config.conftest import compose_one, sentences
 
 
-@pytest.mark.parametrize(("every", "on"), [("false", False), ("0", False), ("1", True), ("25", True)])
-def test_every_is_a_number_or_false(every, on):
-    assert compose_one(f"checkpoint.every={every}").config.checkpoint.on is on
+@pytest.mark.parametrize(("every", "steps"), [("false", 0), ("0", 0), ("1", 1), ("25", 25)])
+def test_every_is_a_number_or_false(every, steps):
+    found = compose_one(f"checkpoint.every={every}").config.checkpoint.every
+    assert (found, type(found)) == (steps, int)
 
 
 @pytest.mark.parametrize(("resume", "value"), [("false", False), ("true", True), ("40", 40)])
@@ -32,11 +32,9 @@ def test_keep_every_alone_keeps_nothing_that_is_not_kept_anyway():
 
 
 def test_a_folder_for_no_checkpoints_does_nothing():
-    assert "checkpoint.dir=/data/x does nothing without checkpoints" in sentences(compose_one("checkpoint.dir=/data/x"))
-
-
-def test_the_default_is_no_checkpoint():
-    assert not CheckpointSettings().on
+    none = compose_one("checkpoint.dir=/data/x", "checkpoint.at_end=none")
+    assert "checkpoint.dir=/data/x does nothing without checkpoint.every" in sentences(none)
+    assert compose_one("checkpoint.dir=/data/x").problems == ()
 
 
 @pytest.mark.parametrize("place", ["", "/ckpt", "/blocks/../ckpt"])
@@ -57,7 +55,10 @@ def test_what_a_stop_takes_must_fit_before_slurms_walltime():
     )
     for remedy in ("cluster.slurm.stop_before_s=150", "checkpoint.stop_timeout_s=90"):
         assert compose_one(*slurm, "cluster.slurm.stop_before_s=120", remedy).problems == ()
-    assert compose_one("cluster=slurm", "cluster.slurm.stop_before_s=30").problems == ()  # nothing is saved
+    short = compose_one("cluster=slurm", "cluster.slurm.stop_before_s=30")  # the save at a stop has what there is
+    assert short.problems == ()
+    assert short.config.stop_timeout_s == short.config.cluster.slurm.save_s == 7.5
+    assert compose_one("cluster=slurm").config.stop_timeout_s == 120
 
 
 @pytest.mark.parametrize("save_s", [0.1, 2.5, 9.0, 10.0, 11.0, 29.5, 30.0, 31.0, 120.0, 3600.0])

@@ -212,7 +212,7 @@ def test_what_the_best_checkpoint_and_an_early_end_go_by():
         ([*KEPT, "checkpoint.keep_best=countdown"], "must be an eval and which way is better, e.g. countdown:max"),
         (
             ["eval.every=2", "checkpoint.keep_best=countdown:max"],
-            "checkpoint.keep_best=countdown:max does nothing without checkpoints: set checkpoint.every=10, say, or leave it "
+            "checkpoint.keep_best=countdown:max does nothing without checkpoint.every: set checkpoint.every=10, say, or leave "
             "out",
         ),
         (["eval.stop_after=2"], "eval.stop_after=2 does nothing without an eval: set eval.every, or leave it out"),

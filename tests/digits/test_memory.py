@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from telescope.config.model_shapes import ShapeUnknown, shape_of
 from telescope.config.models import EMBEDDED
 from telescope.maths.flops import forward_flops_per_token, train_flops_per_token
 from telescope.maths.memory import (
@@ -21,7 +22,6 @@ from telescope.maths.memory import (
     shape_from,
     trainer_memory,
 )
-from telescope.planning.memory import ShapeUnknown, shape_of
 
 GIB = 2**30
 

@@ -312,3 +312,54 @@ def test_other_prompts_than_the_checkpoints_end_the_run_with_a_sentence():
     case = settings(number_of_steps=4, checkpoint_every=2)
     world = World(case, Manners(prompts=51), seed=1, resumed=snapshot_of()).run()
     assert world.stop.reason.startswith("environments.countdown has 51 prompts and had 50 at the checkpoint of step 2")
+
+
+# ---- a checkpoint at the end alone, or none there
+
+
+def test_without_steps_of_its_own_a_checkpoint_is_made_at_the_end_alone():
+    world = World(settings(number_of_steps=7, checkpoint_at_end=True), seed=2).run()
+    assert [saved.step for saved in world.checkpoints] == [7]
+    assert world.stop == do.EndRun("all 7 steps are trained", ok=True, checkpoint=7)
+
+
+def test_without_steps_of_its_own_a_stop_is_saved_and_the_run_goes_on_from_there():
+    case = settings(number_of_steps=8, checkpoint_at_end=True)
+    world = told_to_stop(World(case, Manners(step_s=20.0), seed=4), 3)
+    (saved,) = world.checkpoints
+    assert world.stop.checkpoint == saved.step
+    on = World(case, Manners(), seed=5, resumed=saved.snapshot).run()
+    assert [saved.step for saved in on.checkpoints] == [8]
+    assert on.stop == do.EndRun("all 8 steps are trained", ok=True, checkpoint=8)
+
+
+def test_a_lost_save_at_the_end_is_told_without_steps_of_its_own_too():
+    world = World(settings(number_of_steps=4, checkpoint_at_end=True), Manners(save_failure_share=1.0), seed=3).run()
+    assert world.stop == do.EndRun("all 4 steps are trained; no checkpoint of it: the disk is full", ok=True)
+    assert world.core.lost_checkpoint == 4
+
+
+def test_without_a_save_at_the_end_only_those_by_the_steps_are_made():
+    world = World(settings(number_of_steps=7, checkpoint_every=3, checkpoint_at_end=False), seed=2).run()
+    assert [saved.step for saved in world.checkpoints] == [3, 6]
+    assert world.stop == do.EndRun("all 7 steps are trained", ok=True)
+    assert world.core.lost_checkpoint == 0
+    world = World(settings(number_of_steps=6, checkpoint_every=3, checkpoint_at_end=False), seed=2).run()
+    assert [saved.step for saved in world.checkpoints] == [3, 6]
+    assert world.stop == do.EndRun("all 6 steps are trained", ok=True, checkpoint=6)
+
+
+def test_the_last_checkpoint_by_the_steps_is_lost_without_a_save_at_the_end_too():
+    case = settings(number_of_steps=6, checkpoint_every=3, checkpoint_at_end=False)
+    world = World(case, Manners(save_failure_share=1.0), seed=3).run()
+    assert world.core.lost_checkpoint == 6
+    world = World(msgspec.structs.replace(case, number_of_steps=7), Manners(save_failure_share=1.0), seed=3).run()
+    assert world.stop == do.EndRun("all 7 steps are trained", ok=True)  # nobody wanted one of step 7
+    assert world.core.lost_checkpoint == 0
+
+
+def test_a_stop_without_a_save_waits_for_no_step():
+    case = settings(number_of_steps=50, checkpoint_every=100, checkpoint_at_end=False)
+    world = told_to_stop(World(case, Manners(step_s=1e7, tick_s=10.0), seed=4), 0)
+    assert world.stop == do.EndRun("interrupted by SIGTERM", ok=False)
+    assert world.now < 100

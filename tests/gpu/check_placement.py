@@ -129,7 +129,7 @@ class Run:
         folder.mkdir()
         with self._said.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "telescope.run", f"run_dir={self.directory.path}", *settings],
+                [sys.executable, "-m", "telescope.run", f"run_dir={self.directory.path}", "checkpoint.at_end=none", *settings],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

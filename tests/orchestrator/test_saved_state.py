@@ -13,12 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from telescope.config.end_saves import EndSaves, SaveBytes
 from telescope.flow import commands, events
 from telescope.flow import commands as do
 from telescope.flow.core import Core
 from telescope.flow.settings import EvalRules, FlowSettings
 from telescope.orchestrator import saved_state
-from telescope.orchestrator.checkpoints import CheckpointCoordinator, SaveRules
+from telescope.orchestrator.checkpoints import CheckpointCoordinator, SaveNeeds, SaveRules
 from telescope.orchestrator.loop import Orchestrator
 from telescope.orchestrator.weight_coordinator import UpdateRules
 from telescope.records import WeightManifest
@@ -34,6 +35,8 @@ from tests.orchestrator.test_rollout_store import make
 
 RANKS = ("trainer-0", "trainer-1")
 LIMIT_S = 60.0
+DONE = commands.EndRun("all 1 steps are trained", ok=True)
+STOPPED = commands.EndRun("interrupted by SIGINT", ok=False)
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +146,12 @@ class Said:
         self.peer, self.answers = peer, answers
 
 
-def make_coordinator(folder: Path, last_step: int = 0, **changes: Any) -> tuple[CheckpointCoordinator, Listener]:
+def make_coordinator(
+    folder: Path, last_step: int = 0, leaving: commands.EndRun | None = None, **changes: Any
+) -> tuple[CheckpointCoordinator, Listener]:
     listener: Any = Listener()
     rules = SaveRules(folder, "run", "a", "hash", **{"timeout_s": 100.0, **changes})
-    return CheckpointCoordinator(listener, listener, listener, RANKS, rules, lambda: last_step), listener
+    return CheckpointCoordinator(listener, listener, listener, RANKS, rules, lambda: last_step, lambda: leaving), listener
 
 
 def say(coordinator: CheckpointCoordinator, peer: str, body: Any, answers: int | None = None) -> None:
@@ -189,6 +194,7 @@ def test_a_checkpoint_is_complete_when_every_part_is_written(tmp_path: Path, par
 
 
 def make_orchestrator(folder: Path, core: Any = None) -> Orchestrator:
+    core = core or SimpleNamespace(leaving=None)
     listener: Any = Listener()
     config: Any = SimpleNamespace(inference=SimpleNamespace(sleep_while_training="off"))
     peers: Any = SimpleNamespace(ranks=RANKS)
@@ -249,7 +255,9 @@ def test_who_lost_the_last_checkpoint_is_told_what_brings_it_back(tmp_path: Path
         "and saves"
     )
     assert "trains step 41 again" in coordinator.describe_remedy(41, "/runs/a")
-    alone, _ = make_coordinator(tmp_path / "saves", last_step=60, training_state=False)
+    alone, _ = make_coordinator(tmp_path / "alone", last_step=60)
+    place = checkpoints.begin(tmp_path / "alone", 40, "a")
+    checkpoints.finish(place, checkpoints.Complete(1, 40, 40, "run", "a", "hash", 1, False, 0, 0.0, checkpoints.now()))
     assert "the checkpoint of step 40 can be exported, but has weights alone" in alone.describe_remedy(60, "/runs/a")
 
 
@@ -271,10 +279,99 @@ def test_of_the_last_checkpoint_nobody_says_that_the_run_goes_on(tmp_path: Path,
     assert listener.alerts == ["the checkpoint of step 1, the last, failed: trainer-0 could not write its part: full"]
 
 
+def test_of_a_stops_checkpoint_nobody_says_that_the_run_goes_on(tmp_path: Path, part: saved_state.OrchestratorState):
+    coordinator, listener = make_coordinator(tmp_path, last_step=9, leaving=STOPPED)
+    coordinator.begin(1, part, 0.0)
+    for rank in RANKS:
+        say(coordinator, rank, CheckpointError(1, "full"))
+    end_of(coordinator)
+    cause = "trainer-0 could not write its part: full"
+    assert listener.alerts == [f"the checkpoint of step 1 failed, and the run stops: {cause}"]
+
+
+# ---- what is saved at the end
+
+AUTO = EndSaves("weights", "state", gives_way=True)
+EB = 10**18
+"""Bytes that no disk has."""
+
+
+@pytest.mark.parametrize(
+    ("leaving", "rules", "whole"),
+    [
+        (None, {"at_end": AUTO}, True),
+        (DONE, {"at_end": AUTO}, False),
+        (STOPPED, {"at_end": AUTO}, True),
+        (DONE, {"at_end": EndSaves("state", "state")}, True),
+        (STOPPED, {"at_end": EndSaves("weights", "weights")}, False),
+        (DONE, {}, True),  # nothing is asked for at the end: it is due by the steps
+        (DONE, {"training_state": False}, False),
+        (None, {"training_state": False, "at_end": EndSaves("weights", "weights")}, False),
+        (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(1, 3), 1.0, 120.0)}, True),
+        (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(1, 3 * EB), None, 120.0)}, False),
+        (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(100, 300), 1.0, 120.0)}, False),
+        (STOPPED, {"at_end": EndSaves("state", "state"), "needs": SaveNeeds(SaveBytes(100, 3 * EB), 1.0, 120.0)}, True),
+    ],
+)
+def test_the_training_state_is_saved_where_it_is_asked_for_and_fits(
+    tmp_path: Path, part: saved_state.OrchestratorState, leaving: Any, rules: dict[str, Any], whole: bool
+):
+    save_by(tmp_path, part, leaving, rules)
+    facts = checkpoints.read(checkpoints.find(tmp_path))
+    assert facts.training_state is whole
+    assert (checkpoints.orchestrator_part(checkpoints.find(tmp_path)) / saved_state.STATE).exists() is whole
+    assert checkpoints.steps_with_state(tmp_path) == ([1] if whole else [])
+
+
+def save_by(folder: Path, part: saved_state.OrchestratorState, leaving: Any, rules: dict[str, Any]) -> Listener:
+    coordinator, listener = make_coordinator(folder, leaving=leaving, **rules)
+    coordinator.begin(1, part, 0.0)
+    orders = {body.training_state for _, body in listener.sent}
+    for rank in RANKS:
+        say(coordinator, rank, CheckpointWritten(1, 500, 0.5))
+    assert end_of(coordinator) == [events.CheckpointDone(1)]
+    assert orders == {checkpoints.read(checkpoints.find(folder)).training_state}
+    return listener
+
+
+def test_who_stops_is_told_why_only_the_weights_are_saved(tmp_path: Path, part: saved_state.OrchestratorState):
+    needs = SaveNeeds(SaveBytes(10**9, 3 * 10**9), 1e7, 120.0)
+    listener = save_by(tmp_path, part, STOPPED, {"at_end": AUTO, "needs": needs})
+    assert listener.alerts == [
+        "the checkpoint of step 1 has the weights alone: the training state takes 3.0 GB, which the disk does not take within "
+        "120 s (checkpoint.stop_timeout_s)"
+    ]
+
+
+def test_what_is_known_not_to_fit_is_not_begun(tmp_path: Path, part: saved_state.OrchestratorState):
+    """It would fill the disk on which the run's last rows are to be written."""
+    coordinator, listener = make_coordinator(
+        tmp_path, last_step=1, leaving=DONE, at_end=AUTO, needs=SaveNeeds(SaveBytes(EB, 3 * EB), None, 120.0)
+    )
+    coordinator.begin(1, part, 0.0)
+    (failed,) = coordinator.take_events()
+    assert isinstance(failed, events.CheckpointFailed)
+    assert failed.cause.startswith(f"{tmp_path}: the weights take 1000000000.0 GB, and ")
+    assert (listener.sent, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_weights_alone_do_not_have_the_last_state_deleted(tmp_path: Path, part: saved_state.OrchestratorState):
+    coordinator, _ = make_coordinator(tmp_path, leaving=DONE, at_end=EndSaves("weights", "weights"), keep_last=1)
+    for step, whole in ((1, True), (2, True), (3, False)):
+        place = checkpoints.begin(tmp_path, step, "a")
+        facts = checkpoints.Complete(1, step, step, "run", "a", "hash", 1, whole, 0, 0.0, checkpoints.now())
+        checkpoints.finish(place, facts)
+    coordinator.begin(4, part, 0.0)
+    for rank in RANKS:
+        say(coordinator, rank, CheckpointWritten(4, 500, 0.5))
+    end_of(coordinator)
+    assert checkpoints.steps(tmp_path) == [2, 4]
+
+
 def test_in_a_run_that_ends_early_the_last_checkpoint_is_that_of_its_last_step(
     tmp_path: Path, part: saved_state.OrchestratorState
 ):
-    core = SimpleNamespace(last_step=60)
+    core = SimpleNamespace(last_step=60, leaving=None)
     orchestrator = make_orchestrator(tmp_path, core)
     core.last_step = 1
     coordinator, listener = orchestrator.checkpoints, orchestrator.checkpoints._recorder

@@ -11,6 +11,7 @@ import pytest
 
 from telescope.cli.plan import main
 from telescope.compose.load import load_points, places_for
+from telescope.config.model_shapes import shape_of
 from telescope.config.run import RunConfig
 from telescope.config.sections import LoraSettings
 from telescope.planning.cards import CARDS
@@ -31,7 +32,6 @@ from telescope.planning.memory import (
     estimate_rank,
     estimate_server,
     find_fewest_again,
-    shape_of,
 )
 
 SMALL = ("model=qwen2.5-0.5b", "rollout.max_tokens=512", "number_of_steps=12", "cluster.trainer_num_workers=1")

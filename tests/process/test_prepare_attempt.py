@@ -14,6 +14,7 @@ import pytest
 
 from telescope._launch import prepare_attempt
 from telescope._launch.hosts.node_identity import NodeIdentity
+from telescope._launch.next_commands import find_way_on
 from telescope._launch.process_plan import Host, make_plan
 from telescope._launch.slurm import batch_job
 from telescope.cli import start
@@ -109,34 +110,6 @@ def test_an_attempt_begins_at_the_latest_checkpoint_and_finds_an_empty_house(run
     assert attempts.read_attempts(run)[-1].why == "stopped"
 
 
-def test_who_fails_or_is_killed_by_a_signal_is_told_from_which_checkpoint_the_run_goes_on(run: RunDirectory):
-    ours = config(run_dir=str(run.path))
-    assert start.way_on(ours, 70) == ""  # there is no checkpoint yet
-    checkpoint(run, 2)
-    checkpoint(run, 4)
-    assert start.way_on(ours, 70) == ""  # the run was moved away: a save has made the folder anew
-    run.config_json.write_text("{}")
-    told = f"to go on from the checkpoint of step 4: python -m telescope runs resume {run.path}"
-    assert [start.way_on(ours, code) for code in (0, 75)] == [""] * 2
-    assert [start.way_on(ours, code) for code in (1, 70, 129, 130, 143)] == [told] * 5
-    assert start.way_on(config(run_dir=str(run.path), checkpoint={"every": 2, "save_training_state": False}), 70) == ""
-    run.summary_json.write_text('{"lost_checkpoint": 9}')  # then the launcher has said so
-    assert start.way_on(ours, 130) == ""
-    run.summary_json.unlink()
-    checkpoint(run, 9)
-    assert start.way_on(ours, 70) == ""  # all is trained
-
-
-def test_the_end_of_a_run_names_the_command_that_shows_what_it_has_learnt(run: RunDirectory):
-    ours = config(run_dir=str(run.path))
-    assert start.way_to_look(ours) == f"to see what it has learnt, or why not: python -m telescope show {run.path}"
-    run.summary_json.write_text('{"lost_checkpoint": 9}')  # that is the last thing to be said
-    assert start.way_to_look(ours) == ""
-    run.run_json.unlink()
-    run.summary_json.unlink()
-    assert start.way_to_look(ours) == ""  # the run was moved away
-
-
 def test_a_run_whose_directory_is_gone_does_not_go_on_though_its_checkpoints_lie_elsewhere(run: RunDirectory, tmp_path: Path):
     place = {"every": 2, "dir": str(tmp_path / "checkpoints"), "max_restarts": 1}
     ours = config(run_dir=str(run.path), checkpoint=place)
@@ -147,11 +120,11 @@ def test_a_run_whose_directory_is_gone_does_not_go_on_though_its_checkpoints_lie
     again = start._after_failure(order, 70)
     assert again is not None
     assert again.by_itself
-    assert "to go on from the checkpoint of step 2" in start.way_on(order.config, 70)
+    assert find_way_on(order.config) == 2
     run.path.rename(tmp_path / "elsewhere")
     run.path.mkdir()  # by the last words of the supervisor
     assert start._after_failure(order, 70) is None
-    assert start.way_on(order.config, 70) == ""
+    assert find_way_on(order.config) == 0
 
 
 @pytest.mark.parametrize(("code", "why"), [(0, "done"), (75, "stopped"), (143, "stopped"), (70, "failed"), (None, "")])
@@ -222,6 +195,7 @@ def test_an_attempt_that_begins_at_step_1_again_counts_alone(run: RunDirectory):
     [
         ({"run_id": "another"}, None, "is of another run"),
         ({"training_state": False}, None, "holds weights alone"),
+        ({"training_state": False}, 2, "holds weights alone"),
         ({}, 7, "no complete checkpoint of step 7; there are those of the steps 2"),
     ],
 )
@@ -231,6 +205,20 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_refused(
     checkpoint(run, 2, **changes)
     with pytest.raises(prepare_attempt.CannotResume, match=sentence):
         prepare_attempt.find_resume_point(run, config(), step)
+
+
+def test_weights_alone_are_passed_over_for_an_earlier_checkpoint_that_has_the_state(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+):
+    """As a run leaves them that was stopped after step 2, went on and ended."""
+    checkpoint(run, 2)
+    checkpoint(run, 6, training_state=False)
+    assert prepare_attempt.find_resume_point(run, config()).step == 2
+    assert "the checkpoint of step 6 holds weights alone, and the run goes on from that of step 2" in caplog.text
+    with pytest.raises(
+        prepare_attempt.CannotResume, match=r"begin a new run with the exported model; resume from another step \(2\)"
+    ):
+        prepare_attempt.find_resume_point(run, config(), 6)
 
 
 @pytest.mark.parametrize("step", [None, 2])
@@ -484,6 +472,15 @@ def test_a_run_that_was_lost_after_its_last_checkpoint_is_done(run: RunDirectory
     checkpoint(run, 4)
     assert batch_job.has_trained_all(run, config()) is None
     checkpoint(run, 9)
+    assert batch_job.has_trained_all(run, config()) == lost
+    assert batch_job.has_trained_all(run, config(number_of_steps=10)) is None
+
+
+def test_a_run_that_was_lost_after_its_last_save_of_weights_is_done_too(run: RunDirectory):
+    lost = attempts.begin(run, "12", "12.0", ("n1",))
+    partial = checkpoints.begin(run.checkpoints, 9, "a")  # without rows and state, as weights alone are
+    run_id = read_identity(run).run_id
+    checkpoints.finish(partial, checkpoints.Complete(1, 9, 9, run_id, "a", "", 1, False, 0, 0.0, checkpoints.now()))
     assert batch_job.has_trained_all(run, config()) == lost
     assert batch_job.has_trained_all(run, config(number_of_steps=10)) is None
 

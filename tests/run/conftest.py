@@ -114,7 +114,8 @@ Start = Callable[..., WholeRun]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("experiment=fake", "number_of_steps=2")`: a run with a directory of its own. `start(resume=run)`: another attempt
-    of one that has ended. `shown_on`: the descriptor that is its standard output and error, in place of a file."""
+    of one that has ended. `shown_on`: the descriptor that is its standard output and error, in place of a file. Where nothing
+    is said of checkpoints, nothing is saved."""
     runs: list[WholeRun] = []
 
     def begin(
@@ -126,6 +127,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     ) -> WholeRun:
         directory = tmp_path / f"run-{len(runs)}" if resume is None else resume.directory.path
         first = ("telescope.run", f"run_dir={directory}") if resume is None else ("telescope", "runs", "resume", str(directory))
+        if resume is None and not any(override.startswith("checkpoint.") for override in overrides):
+            overrides = (*overrides, "checkpoint.at_end=none")
         output = tmp_path / f"output-{len(runs)}.txt"
         temporary = Path(tempfile.mkdtemp(prefix="telescope-test-"))  # short: vLLM has its sockets there
         environment = {

@@ -100,7 +100,7 @@ class Trainer:
     def train_step(self, shard: TrainShard) -> StepResult:
         return StepResult({}, {"timing_step_active": 0.0})
 
-    def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
+    def save(self, step: int, folder: Path, done: Callable[[Outcome], None], *, training_state: bool = True) -> None:
         self.saves.put((step, folder, done))
 
 

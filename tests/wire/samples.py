@@ -177,7 +177,7 @@ SAMPLES = (
     Sample(m.WeightsFailed(5, "server-1/0 did not join", True, ("server-1/0",)), (), 8, 12),
     Sample(m.Sleep(6), seq=18),
     Sample(m.Asleep(6, 0.125), (), 13, 18),
-    Sample(m.SaveCheckpoint(10, "/runs/a/checkpoints/step_00000010.partial-ab12"), seq=17),
+    Sample(m.SaveCheckpoint(10, "/runs/a/checkpoints/step_00000010.partial-ab12", True), seq=17),
     Sample(m.CheckpointStaged(10, 0.25), seq=10),
     Sample(m.CheckpointWritten(10, 1024, 1.5), (), 11, 17),
     Sample(m.CheckpointError(10, "No space left on device"), (), 12, 17),

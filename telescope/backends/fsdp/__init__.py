@@ -18,7 +18,7 @@ from telescope.maths.memory import layers_again
 if TYPE_CHECKING:
     from telescope.config.models import ModelCounts
     from telescope.config.sections import ModelSettings, TrainerSettings
-    from telescope.maths.memory import ModelShape, TrainerMemory
+    from telescope.maths.memory import ModelShape, Optimizer, TrainerMemory
 
 
 class FSDP(BackendSettings):
@@ -77,6 +77,10 @@ class FSDP(BackendSettings):
     @property
     def ranks_a_row(self) -> int:
         return self.context_parallel_size
+
+    @property
+    def saved_optimizer(self) -> Optimizer:
+        return self.optimizer
 
     def rank_memory(
         self, shape: ModelShape, model: ModelSettings, trainer: TrainerSettings, *,

@@ -90,12 +90,11 @@ class FSDPBackend(SteppingBackend):
     def _published(self) -> gather.Published:
         return self._policy.published(self._spread.shards)
 
-    def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
-        self._saver.save(self._state(), folder, done)
+    def save(self, step: int, folder: Path, done: Callable[[Outcome], None], *, training_state: bool = True) -> None:
+        self._saver.save(self._state(training_state), folder, done)
 
-    def _state(self) -> dict[str, Tensor]:
-        job = self._job
-        return state.gathered(self._policy, self._updater, job.world, training_state=job.saving.training_state)
+    def _state(self, training_state: bool) -> dict[str, Tensor]:
+        return state.gathered(self._policy, self._updater, self._job.world, training_state=training_state)
 
     def close(self) -> None:
         self._saver.settle()
@@ -111,7 +110,7 @@ class FSDPBackend(SteppingBackend):
 
     def _after_step(self) -> None:
         if self._saver.wants_memory:  # the optimiser has made its state by now
-            self._saver.reserve(self._state())
+            self._saver.reserve(self._state(self._job.saving.training_state))
 
     def _refuse_long(self, longest: int) -> None:
         self._policy.refuse_hidden(longest)

@@ -21,7 +21,7 @@ from telescope.config.models import write_divisors
 if TYPE_CHECKING:
     from telescope.config.models import ModelCounts
     from telescope.config.sections import ModelSettings, TrainerSettings
-    from telescope.maths.memory import ModelShape, TrainerMemory
+    from telescope.maths.memory import ModelShape, Optimizer, TrainerMemory
 
 NO_GPU = "backend=megatron trains on GPUs alone, and there is none for the trainer's ranks: set backend=fsdp"
 NOT_INSTALLED = (
@@ -97,6 +97,10 @@ class Megatron(BackendSettings):
         if self.use_distributed_optimizer == "auto":
             return ranks > self.ranks_a_model
         return self.use_distributed_optimizer
+
+    @property
+    def saved_optimizer(self) -> Optimizer:
+        return "adamw"
 
     def rank_memory(
         self, shape: ModelShape, model: ModelSettings, trainer: TrainerSettings, *,

@@ -250,16 +250,15 @@ class MegatronBackend(SteppingBackend):
             receives = self._job.world.rank == 0
             yield from host_weights(self.layout(), self._packer.pack, self._device, receives=receives, dtype=dtype)
 
-    def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
+    def save(self, step: int, folder: Path, done: Callable[[Outcome], None], *, training_state: bool = True) -> None:
         """With the distributed optimizer this holds collectives: moments come together a parameter at a time. An error of that
         is raised, and `done` not called: this rank may not go on to other collectives while the others wait in these."""
         broken: list[Exception] = []
 
         def found() -> Iterator[tuple[str, Tensor]]:
-            whole = self._job.saving.training_state
             try:
                 yield from state.gathered(
-                    self._masters, self._updater, self._table, self._parallel, self._job.world, training_state=whole
+                    *(self._masters, self._updater, self._table, self._parallel, self._job.world), training_state=training_state
                 )
             except Exception as error:
                 broken.append(error)
