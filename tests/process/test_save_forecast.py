@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +13,6 @@ from telescope.runlog import disk_speed
 from telescope.runlog.layout import RunDirectory
 from tests.config.conftest import compose_one
 
-Usage = namedtuple("Usage", "total used free")
 BIG = ("model=qwen3-4b",)
 SAID = "At the end the run saves the weights (16.1 GB, about 40 s), at Ctrl-C the training state (48.3 GB, about 121 s)."
 
@@ -22,7 +21,7 @@ def told(
     monkeypatch: pytest.MonkeyPatch, folder: Path, *given: str, free: float = 1e12, speed: float | None = 4e8
 ) -> list[str]:
     """On a disk with so many bytes free, which takes so many a second."""
-    monkeypatch.setattr(save_forecast.shutil, "disk_usage", lambda _: Usage(2e12, 0, int(free)))
+    monkeypatch.setattr(save_forecast.shutil, "disk_usage", lambda _: SimpleNamespace(free=int(free)))
     monkeypatch.setattr(save_forecast, "measure_write_speed", lambda folder, nbytes: speed)
     return save_forecast.describe_end_save(compose_one(*given).config, RunDirectory(folder))
 
@@ -49,8 +48,8 @@ def test_a_disk_without_the_room_is_told_with_the_remedy(monkeypatch: pytest.Mon
     )
     _, warning = told(monkeypatch, tmp_path, *BIG, free=20e9)
     assert warning == (
-        f"Warning: {place} has 20.0 GB free: at Ctrl-C the weights alone are saved then, from which no run can go on. Free some, "
-        "or name another folder with checkpoint.dir=…"
+        f"Warning: {place} has 20.0 GB free: at Ctrl-C the weights alone are saved then, from which no run can go on. Free "
+        "some, or name another folder with checkpoint.dir=…"
     )
     assert told(monkeypatch, tmp_path, free=5e5)[-1].startswith(
         f"Warning: {place} has 0.5 MB free"
@@ -60,8 +59,8 @@ def test_a_disk_without_the_room_is_told_with_the_remedy(monkeypatch: pytest.Mon
 def test_a_stop_without_the_time_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     _, warning = told(monkeypatch, tmp_path, *BIG)
     assert warning == (
-        "Warning: a stop has 120 s for its save: at Ctrl-C the weights alone are saved then, from which no run can go on. Raise "
-        "checkpoint.stop_timeout_s"
+        "Warning: a stop has 120 s for its save: at Ctrl-C the weights alone are saved then, from which no run can go on. "
+        "Raise checkpoint.stop_timeout_s"
     )
 
 
