@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
+from telescope.cli.run import _leaves_unsaved, _orders
 from telescope.cli.sweep import Sweep, name_point
 from telescope.compose.load import Point, UsageError, load_points, places_for, version_base_for
 from telescope.compose.sweeper import InvalidPoints, SweepStopped, has_sweeper, search
@@ -172,6 +173,40 @@ def test_points_that_were_not_trained_long_enough_to_be_compared_are_told(tmp_pa
         sweep.ended((f"seed={number}",), run.path, 0)
     assert "The reward of 1 of 2 points is that of version 0, before any update" in sweep.table()
     assert [point.version for point in Sweep.load(tmp_path).results] == [0, 5]
+
+
+def test_whose_points_were_not_saved_is_told_the_line_that_keeps_the_best(tmp_path: Path):
+    sweep = Sweep(tmp_path / "s")
+    for number, reward in enumerate((0.25, 0.5, 0.75)):
+        point = ended(tmp_path / f"s/{number}", {"reward_policy_last": reward})
+        given = (f"seed={number}", "experiment=countdown", f"run_dir={tmp_path}/s", "name=my run")
+        sweep.ended(given, point, 70 if number == 2 else 0)
+    assert "checkpoint.at_end" not in sweep.table()
+    line = sweep.table(unsaved=True).splitlines()[-2]
+    assert line.endswith(
+        "To train the best of them, point 1, again and save it: telescope run seed=1 experiment=countdown 'name=my run' "
+        "checkpoint.at_end=weights"
+    )
+    sweep.objective = "wall_s"  # nobody has said which way is better
+    assert "checkpoint.at_end" not in sweep.table(unsaved=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "at_end"),
+    [
+        ((), "none"),
+        (("checkpoint.at_end=weights",), "weights"),
+        (("checkpoint.every=5",), "auto"),  # as each of its checkpoints
+        (("experiment=fake",), "auto"),  # which has nothing to save
+    ],
+)
+def test_points_save_nothing_at_their_ends_unless_they_are_asked_to(tmp_path: Path, given: tuple[str, ...], at_end: str):
+    points = load_points(given, places_for(None), os.environ)
+    (order,) = _orders(points, given, Sweep(tmp_path))
+    assert order.config.checkpoint.at_end == at_end
+    assert _leaves_unsaved(points) is (at_end == "none")
+    (alone,) = _orders(points, given, None)
+    assert alone.config.checkpoint.at_end == points[0].config.checkpoint.at_end
 
 
 def test_truth_values_of_a_sweep_stay_as_they_were_typed():

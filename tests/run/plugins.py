@@ -60,11 +60,11 @@ class Hangs(Fake):
         backend = super().build(job)
         save, hanging = backend.save, Path(__file__).with_name("hanging")
 
-        def never(step, folder, done):
+        def never(step, folder, done, *, training_state):
             if step == 2:
                 hanging.touch()
             else:
-                save(step, folder, done)
+                save(step, folder, done, training_state=training_state)
 
         backend.save = never
         return backend
