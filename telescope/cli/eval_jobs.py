@@ -219,7 +219,7 @@ def _choose_steps(run: RunDirectory, config: RunConfig, given: str) -> list[int]
         return [0, *there]
     if given == "last":
         if not there:
-            raise EvalRefused(f"{run.path} has no checkpoint (checkpoint.every): --steps 0 evaluates its initial model")
+            raise EvalRefused(f"{run.path} has no checkpoint (checkpoint.at_end): --steps 0 evaluates its initial model")
         return [there[-1]]
     if not STEPS.fullmatch(given):
         raise WrongOverride(f"--steps {given}: give numbers with commas between, `last` or `all`")

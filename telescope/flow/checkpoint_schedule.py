@@ -14,7 +14,9 @@ class CheckpointSchedule:
     """`last`: step of the checkpoint that the run goes on from, 0 where it begins."""
 
     def __init__(self, settings: FlowSettings, last: int = 0) -> None:
-        self._every, self._saves_end = settings.checkpoint_every, settings.saves_end
+        self._every = settings.checkpoint_every
+        self.saves_end = settings.saves_end
+        """One is made at the last step, and before a stop."""
         self._with = next((rules for rules in settings.evals if rules.name == settings.checkpoint_with), None)
         """The eval at each of whose steps one is due too."""
         self._deadline_s = settings.checkpoint_stop_timeout_s
@@ -32,7 +34,7 @@ class CheckpointSchedule:
 
     @property
     def on(self) -> bool:
-        return self._every > 0 or self._saves_end
+        return self._every > 0 or self.saves_end
 
     @property
     def waits(self) -> bool:
@@ -44,7 +46,7 @@ class CheckpointSchedule:
         if not self.on:
             return ""
         asked_by = self._find_who_asks(version)
-        if asked_by or (self.leaving is not None and self._saves_end):
+        if asked_by or (self.leaving is not None and self.saves_end):
             self.owed = True
         if not asked_by or self.under_way is None:
             return ""
@@ -61,15 +63,14 @@ class CheckpointSchedule:
         return asked_by
 
     def leave(self, stop: EndRun, *, version: int, training: bool, now: float) -> None:
-        """The run is to end once its step is trained and saved; where no save is made at the end, once none is under way. One
-        that has trained all waits for its last save as long as for any (whoever writes it gives up in time); one that is told
-        to stop, then or before, for `checkpoint_stop_timeout_s`."""
+        """The run is to end once its step is trained and saved. One that has trained all waits for its last save as long as for
+        any (whoever writes it gives up in time); one that is told to stop, then or before, for `checkpoint_stop_timeout_s`."""
         if not stop.ok:
             self._give_up_at = min(self._give_up_at, now + self._deadline_s)
         if self.leaving is not None:
             return
         self.leaving = stop
-        if self._saves_end and not training and version > 0 and version not in (self.last, self.under_way):
+        if self.saves_end and not training and version > 0 and version not in (self.last, self.under_way):
             self.owed = True
 
     def leave_early(self, stop: EndRun) -> None:
@@ -91,7 +92,7 @@ class CheckpointSchedule:
 
     def end_if_done(self, *, version: int, training: bool) -> EndRun | None:
         """The run's end, if nothing is waited for any more."""
-        if self.leaving is None or (training and self._saves_end) or self.owed or self.under_way is not None:
+        if self.leaving is None or training or self.owed or self.under_way is not None:
             return None
         return self._make_stop(version)
 
@@ -109,7 +110,7 @@ class CheckpointSchedule:
         if self.last == version > 0:
             reason = reason if self.leaving.ok else f"{reason}; the checkpoint of step {version} is complete"
             return EndRun(reason, self.leaving.ok, checkpoint=version)
-        wanted = self._saves_end or bool(self._find_who_asks(version))
+        wanted = self.saves_end or bool(self._find_who_asks(version))
         self.lost = version if self.leaving.ok and wanted else 0
         failure = f"; no checkpoint of it: {self._failure}" if self._failure and wanted else ""
         return EndRun(f"{reason}{failure}", self.leaving.ok)

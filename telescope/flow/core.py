@@ -196,7 +196,7 @@ class Core:
                 self._early_stop.note(event, self._versions.step)
                 self._evals.last_step = self._early_stop.last_step
             case seen.StopRequested(reason=reason, ok=ok, save=save):
-                if save and self._checkpoints.on and not ok:
+                if save and self._checkpoints.saves_end and not ok:
                     self._leave_early(do.EndRun(reason, ok))
                 else:
                     self._stop(do.EndRun(reason, ok))
@@ -381,8 +381,8 @@ class Core:
         self._stop(do.EndRun(reason, ok=False))
 
     def _leave(self, stop: do.EndRun) -> None:
-        """End the run when the step under way is trained and saved, where a save is made at the end; one that has trained all
-        plays its evals to their end."""
+        """End the run when the step under way is trained and, where checkpoints are on, saved; one that has trained all plays
+        its evals to their end."""
         if self._checkpoints.on or (stop.ok and self._evals.under_way):
             self._checkpoints.leave(stop, version=self.version, training=self._versions.batch is not None, now=self._now)
         else:

@@ -232,8 +232,8 @@ def find(directory: Path, step: int | None = None) -> Path:
     if there:
         raise CheckpointUnreadable(f"{directory} has {wanted}; there are those of the steps {', '.join(map(str, there))}")
     raise CheckpointUnreadable(
-        f"{directory} has {wanted}, nor any other: a run makes some with checkpoint.every=10, say, and keeps them in "
-        "checkpoint.dir"
+        f"{directory} has {wanted}, nor any other: a run makes one at its end, unless checkpoint.at_end=none, and on the way "
+        "with checkpoint.every=10, say; it keeps them in checkpoint.dir"
     )
 
 

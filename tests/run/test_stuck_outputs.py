@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -84,7 +85,7 @@ def test_what_a_stopped_terminal_did_not_take_is_shown_once_it_goes_on(start: St
         said += read_all(ours, 0.5)
     said += read_all(ours, 1.0)
     assert run.process.returncode == STOPPED
-    assert "to go on: python -m telescope runs resume" in said
+    assert re.search(r"to go on from the checkpoint of step \d+: python -m telescope runs resume", said)
 
 
 @pytest.mark.timeout(180)
