@@ -58,9 +58,12 @@ def find_way_on(config: RunConfig) -> int:
     run = RunDirectory(Path(str(config.run_dir)))
     if not config.trains or not run.config_json.exists() or not is_run(run.path):
         return 0
-    whole = checkpoints.steps_with_state(checkpoints.root(run, config.checkpoint.dir))
+    root = checkpoints.root(run, config.checkpoint.dir)
+    whole = checkpoints.steps_with_state(root)
+    if not whole or whole[-1] < config.number_of_steps <= checkpoints.steps(root)[-1]:  # the last weights are saved
+        return 0
     try:
-        return whole[-1] if whole and not has_played_all(run, config, whole[-1]) else 0
+        return 0 if has_played_all(run, config, whole[-1]) else whole[-1]
     except CannotResume:  # who resumes it is told why
         return 0
 

@@ -56,7 +56,7 @@ def find_resume_point(run: RunDirectory, config: RunConfig, step: int | None = N
     facts = _read_facts(run, config, folder)
     if not facts.training_state:
         whole = checkpoints.steps_with_state(root)
-        if step is not None or not whole:
+        if step is not None or not whole or facts.step >= config.number_of_steps:
             earlier = f"; resume from another step ({', '.join(map(str, whole))})" if whole else ""
             raise CannotResume(
                 f"{folder} holds weights alone (checkpoint.at_end, checkpoint.save_training_state): a run can't go on from it; "

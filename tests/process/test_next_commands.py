@@ -87,6 +87,13 @@ def test_nothing_is_left_to_go_on_with_when_all_is_trained(run: RunDirectory):
     assert find_way_on(config(run, number_of_steps=12)) == 9
 
 
+def test_whose_last_weights_are_saved_is_not_trained_again_from_where_it_was_stopped_before(run: RunDirectory):
+    save(run, 4, whole=True)
+    save(run, 9, whole=False)
+    assert lines(run, FAILED) == [SHOW, EXPORT]
+    assert find_way_on(config(run, number_of_steps=12)) == 4
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "remedy"),
     [({"at_end": "none"}, "checkpoint.at_end=weights saves them"), ({}, "checkpoint.every=10, say, saves on the way")],

@@ -219,6 +219,8 @@ def test_weights_alone_are_passed_over_for_an_earlier_checkpoint_that_has_the_st
         prepare_attempt.CannotResume, match=r"begin a new run with the exported model; resume from another step \(2\)"
     ):
         prepare_attempt.find_resume_point(run, config(), 6)
+    with pytest.raises(prepare_attempt.CannotResume, match=r"resume from another step \(2\)"):  # else it would train again
+        prepare_attempt.find_resume_point(run, config(number_of_steps=6))
 
 
 @pytest.mark.parametrize("step", [None, 2])
