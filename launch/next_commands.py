@@ -73,7 +73,5 @@ def _say_what_is_lost(config: RunConfig, run: RunDirectory, seen: RunLook) -> st
     trained = seen.summary.get("steps") or seen.status.step
     if not trained or not config.backend.has_model or checkpoints.steps(checkpoints.root(run, config.checkpoint.dir)):
         return ""
-    remedy = (
-        "checkpoint.every=10, say, saves while it trains" if config.end_saves.any else "checkpoint.at_end=weights saves them"
-    )
+    remedy = "checkpoint.every=10, say, saves on the way" if config.end_saves.any else "checkpoint.at_end=weights saves them"
     return f"nothing of what it trained is saved, and its weights are gone with its processes: {remedy}"
