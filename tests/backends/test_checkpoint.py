@@ -27,9 +27,9 @@ PATIENCE_S = 100
 SPEED = {"trainer_tokens_per_s", "mfu"}
 
 
-def save(backend, step: int, folder: Path) -> Saved:
+def save(backend, step: int, folder: Path, *, training_state: bool = True) -> Saved:
     outcomes: queue.Queue = queue.Queue()
-    backend.save(step, folder, outcomes.put)
+    backend.save(step, folder, outcomes.put, training_state=training_state)
     outcome = outcomes.get(timeout=PATIENCE_S)
     assert isinstance(outcome, Saved), outcome
     return outcome
@@ -144,10 +144,10 @@ def test_a_save_that_never_ends_makes_the_next_one_fail_and_names_the_setting(bu
 
 
 def test_weights_alone_leave_the_optimiser_to_begin_anew(build, tmp_path, caplog):
-    job = replace(make_job(), saving=SaveSettings(training_state=False, background=False))
+    job = replace(make_job(), saving=SaveSettings(background=False))
     backend = build(job)
     train(backend, 1, 2)
-    size = save(backend, 2, tmp_path).nbytes
+    size = save(backend, 2, tmp_path, training_state=False).nbytes
     at_two = weights(backend)
     assert size < 1.05 * sum(tensor.nbytes for tensor in at_two.values())
     with caplog.at_level("WARNING"):
