@@ -129,7 +129,7 @@ class CheckpointCoordinator:
         """What is saved now. Raises OSError where it is known not to fit on the disk."""
         leaving = self._find_leaving()
         usual: SaveContent = "state" if rules.training_state else "weights"
-        wanted = usual if leaving is None else rules.at_end.done if leaving.ok else rules.at_end.stopped
+        wanted: SaveContent = usual if leaving is None else rules.at_end.done if leaving.ok else rules.at_end.stopped
         if leaving is None or wanted == "nothing":  # due by the steps, at the end too
             return usual
         if not rules.at_end.gives_way or rules.needs is None:
