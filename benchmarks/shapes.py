@@ -12,8 +12,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from telescope.config.model_shapes import shape_of
 from telescope.maths.memory import ModelShape
-from telescope.planning.memory import shape_of
 
 SHAPES: dict[str, ModelShape] = {
     "tiny": ModelShape(

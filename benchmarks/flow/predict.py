@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 
+from telescope.config.model_shapes import shape_of
 from telescope.config.run import load_run
 from telescope.planning.calibration import Calibration, calibrate, measure_processor_step_s
 from telescope.planning.forecast import adapt_latencies, forecast
-from telescope.planning.memory import shape_of
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 

@@ -159,7 +159,7 @@ def _copies(backend: FSDPBackend, device: str) -> dict[str, float]:
     """Memory reserved while steps go on; then copies to it, which is all that a stall consists of but the start of a thread."""
     alone = min(_step(backend, number) for number in range(1, 5))
     beside: list[float] = []
-    tensors, started = backend._state(), time.perf_counter()
+    tensors, started = backend._state(training_state=True), time.perf_counter()
     backend._saver.reserve(tensors)
     assert backend._saver._reserving is not None
     while backend._saver._reserving.is_alive():

@@ -24,9 +24,9 @@ from benchmarks.shapes import make_model
 from telescope.backends.base import World
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.sizing import rank_memory
+from telescope.config.model_shapes import shape_of
 from telescope.config.sections import LoraSettings, ModelSettings, TrainerSettings
 from telescope.maths.memory import Checkpointing, ModelShape, TrainerMemory
-from telescope.planning.memory import shape_of
 from tests.backends.shards import make_job, make_shard
 from tests.gpu.needed import need_gpus
 
