@@ -209,7 +209,7 @@ def test_a_test_that_is_late_among_others_counts_by_what_it_does_alone(
 ) -> None:
     """A stand-in for pytest: out of time at the first call, then good or out of time once more."""
     late = "echo 'FAILED tests/x.py::test_y - TimeoutError'; exit 1"
-    play = ["sh", "-c", f"[ -e {tmp_path}/seen ] && {'exit 0' if good else late}; touch {tmp_path}/seen; {late}"]
+    play = ["sh", "-c", f"if [ -e {tmp_path}/seen ]; then {'exit 0' if good else late}; fi; touch {tmp_path}/seen; {late}"]
     monkeypatch.setattr(streams, "calls", lambda lane: {"stream": play})
     monkeypatch.setattr(streams, "pytest", lambda lane: play)
     monkeypatch.setattr(streams, "hear", lambda: None)
