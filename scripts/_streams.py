@@ -28,7 +28,7 @@ AT_A_TIME = {"not slow": 3, "slow": 2}
 LEAVE_S = 60.0
 """For calls that are broken off to put things in order; then they are killed with all that they started."""
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-WIDE = "400"
+WIDE = "240"
 """Columns for pytest, which cuts the cause of a failure at the terminal's width."""
 MOST_AGAIN = 5
 """More tests than these out of time are a fault of the product or of the machine, and are not played again."""

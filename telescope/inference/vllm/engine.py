@@ -29,6 +29,7 @@ from telescope.inference.engine import (
     WeightState,
 )
 from telescope.inference.vllm.engine_health import EngineProcesses, answer_within, raise_when_dead
+from telescope.inference.vllm.logprob_path import LogprobPath
 from telescope.inference.vllm.model_tensors import checkpoint_tensors, is_tied, version_bytes
 from telescope.inference.vllm.options import ServerPlan, engine_arguments, served_dtype, share_beside, spare_bytes
 from telescope.inference.vllm.outputs import first_line, generated, said, start_failure, step_teller
@@ -44,7 +45,13 @@ BREAK_OFF_S = 20.0
 """For a version's threads to end once it is broken off: they wait for nothing longer than a transport's abort."""
 CLOSE_S = 1.0
 """The engine's farewell to its libraries takes seconds and saves nothing: after this it is killed."""
-WARM_UP_REQUESTS = 8
+GREEDY: tuple[dict[str, Any], ...] = ({"temperature": 0.0},)
+WARM_UP: tuple[dict[str, Any], ...] = (
+    *({"temperature": temperature} for temperature in (1.0, 1.0, 0.6, 1.3)),
+    *({"temperature": 1.0, **cut} for cut in ({"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1})),
+    *GREEDY,
+)
+"""How the requests of the start are drawn: in all ways that rollouts may be."""
 SEED_LIMIT = 2**63
 
 log = logging.getLogger(__name__)
@@ -80,6 +87,8 @@ class VllmEngine:
         self._children = EngineProcesses()
         self._notices = StagingNotices()
         self._versions: TokenVersions
+        self.logprobs = LogprobPath(self._rpc)
+        """By which way the log-probs of answers come."""
         self.opened: tuple[UpdateSupport, ...] = ()
         """How each worker takes updates, once started."""
         self._stepped: Callable[[], None] = lambda: None
@@ -183,10 +192,11 @@ class VllmEngine:
         started = time.monotonic()
         try:
             output = await self._finished(request, request_id, prompt_ids, sampling, priority)
+            logprobs = await self.logprobs.of(output.outputs[0], request.internal, len(prompt_ids))
             await self._versions.settled()
         finally:
             del self._requests[request_id]
-        return generated(output, request.spans, self._state.version, time.monotonic() - started)
+        return generated(output, logprobs, request.spans, self._state.version, time.monotonic() - started)
 
     def _adapter_of(self, request_id: str) -> Any:
         """vLLM's LoRARequest for a request; lora_engine.py has some."""
@@ -235,7 +245,7 @@ class VllmEngine:
             max_tokens=min(sampling.max_tokens, self._max_model_len - prompt_tokens),
             seed=sampling.seed % SEED_LIMIT,
             stop_token_ids=self._stop_ids,
-            logprobs=0,
+            logprobs=0 if self.logprobs.asked else None,
             flat_logprobs=True,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -449,11 +459,16 @@ class VllmEngine:
         await asyncio.to_thread(self._children.end_all, CLOSE_S)
 
     async def _warm_up(self) -> None:
-        """What vLLM imports and compiles at its first requests shall not be charged to a rollout."""
+        """What vLLM imports and compiles at its first requests shall not be charged to a rollout; and their log-probs show by
+        which way those of rollouts may come."""
         prompt = np.zeros(4, dtype=np.int32)
         room = max(1, min(3, self._max_model_len - len(prompt)))
-        names = [f"warm-up-{index}" for index in range(WARM_UP_REQUESTS)]
-        await asyncio.gather(*(self.generate(name, prompt, Sampling(1.0, room, index), 0) for index, name in enumerate(names)))
+        await self.logprobs.begin_trial()
+        for wave in (WARM_UP, GREEDY):  # where all are greedy, vLLM computes less
+            requests = [Sampling(max_tokens=room, seed=index, **how) for index, how in enumerate(wave)]
+            answers = (self.generate(f"warm-up-{each.seed}", prompt, each, 0) for each in requests)
+            await asyncio.gather(*answers)
+        await self.logprobs.end_trial()
         await self._llm.reset_prefix_cache()
 
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
