@@ -2,11 +2,11 @@
 
 vLLM carries a log-prob that a request asks for through the engine's process, serialisation and the front end, one number for
 each request in each step, in Python: a third of all tokens per second is lost to it. Here the sampler's own numbers are written
-into a table on the device, a row for each request and a column for each position of a token, and a whole row leaves by one copy.
+into a table on the device, a row for each request and a column for each position of a token, and a row leaves by one copy.
 
 Owns the table (`KeptLogprobs`) and how vLLM's two model runners fill it (`keep`). It takes the numbers from the processed
-logits that the sampler drew from, as vLLM's `logprobs_mode=processed_logprobs` does, so they are the same to the bit; the engine
-compares both at its start. A place that was never written is NaN, which nobody takes for a log-prob.
+logits that the sampler drew from, as vLLM's `logprobs_mode=processed_logprobs` does, so they are the same to the bit; the
+engine compares both at its start. A place that was never written is NaN, which nobody takes for a log-prob.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from telescope.weights.device_streams import new_stream
 
 ENDED_BYTES = 256 * 2**20
 """Most that rows of ended requests may hold; the oldest go first. Nobody asks for a request that was called off."""
@@ -61,7 +63,7 @@ class KeptLogprobs:
         self._held = 0
         self._taken: set[str] = set()
         """Those of whom all was taken while they still had a row."""
-        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._aside = new_stream(device)
         self.undo: Callable[[], None] = lambda: None
         """Makes the model runner forget this table."""
 
@@ -114,7 +116,7 @@ class KeptLogprobs:
         with torch.cuda.stream(stream):
             host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
             host.copy_(row, non_blocking=True)
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
             ready.record()
         return _Piece(live.first, host, ready)
 

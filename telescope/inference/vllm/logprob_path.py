@@ -1,6 +1,6 @@
-"""By which way the log-probs of sampled tokens come: kept in the worker until a request ends, or with each token through vLLM.
+"""By which way the log-probs of sampled tokens come: kept in the worker until a request ends, or with each token by vLLM.
 
-The first is as fast as no log-probs at all (docs/inference.md), the second is what every vLLM can do. At the start the warm-up's
+The first is as fast as no log-probs at all (docs/inference.md), the second is what every vLLM can do. At the start some
 requests go both ways, and only where all numbers are the same to the bit is the first one taken. Owns that choice and the
 server's end of the first way; what the worker does is kept_logprobs.py's. No torch, no vLLM.
 """
@@ -26,7 +26,9 @@ class LogprobPath:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._wanted: list[tuple[str, int, int, asyncio.Future[np.ndarray]]] = []
+        self._wanted: dict[str, tuple[int, int]] = {}
+        self._found: dict[str, np.ndarray | None] = {}
+        """Of those who wait, by vLLM's name."""
         self._asking: asyncio.Task[None] | None = None
         self.compared = self.apart = 0
         """Answers that came both ways, and those of them whose numbers were not the same to the bit."""
@@ -72,26 +74,25 @@ class LogprobPath:
         return numbers
 
     async def _take(self, internal: str, first: int, count: int) -> np.ndarray:
-        """All who ask while an answer is under way are asked for together: a question costs the engine part of a step."""
-        future: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
-        self._wanted.append((internal, first, count, future))
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask())
-        return await future
+        """All who come while a question is under way are asked for by the next: each costs the engine part of a step."""
+        self._wanted[internal] = first, count
+        self._found[internal] = None
+        try:
+            while (found := self._found[internal]) is None:
+                if self._asking is None:
+                    self._asking = asyncio.create_task(self._ask())
+                await asyncio.shield(self._asking)
+        finally:
+            del self._found[internal]
+            self._wanted.pop(internal, None)
+        return found
 
     async def _ask(self) -> None:
-        while self._wanted:
-            wanted, self._wanted = self._wanted, []
-            try:
-                (answer, *_) = await self._call(TAKE, [[name, first, count] for name, first, count, _ in wanted])
-                numbers = np.frombuffer(answer, dtype=np.float32)
-                ends = np.cumsum([count for _, _, count, _ in wanted])
-                found = np.split(numbers, ends[:-1])
-            except Exception as error:  # of those who asked, not of this task
-                for *_, future in wanted:
-                    if not future.done():
-                        future.set_exception(error)
-                continue
-            for (*_, future), values in zip(wanted, found, strict=True):
-                if not future.done():
-                    future.set_result(values)
+        try:
+            wanted, self._wanted = self._wanted, {}
+            (answer, *_) = await self._call(TAKE, [[name, *which] for name, which in wanted.items()])
+            ends = np.cumsum([count for _, count in wanted.values()])
+            numbers = np.split(np.frombuffer(answer, dtype=np.float32), ends[:-1])
+            self._found |= {name: found for name, found in zip(wanted, numbers, strict=True) if name in self._found}
+        finally:
+            self._asking = None
