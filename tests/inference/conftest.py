@@ -139,7 +139,7 @@ def vllm_variables() -> Iterator[None]:
 async def served(
     vllm_variables: None, vllm_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Served]:
-    inference = InferenceSettings(max_model_len=MAX_MODEL_LEN, cpu_kv_cache_mb=64, http=False)
+    inference = InferenceSettings(max_model_len=MAX_MODEL_LEN, cpu_kv_cache_mb=8, http=False)
     plan = ServerPlan(
         model=ModelSettings(name="old"),
         folder=vllm_folders["old"],

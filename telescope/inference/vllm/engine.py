@@ -31,7 +31,14 @@ from telescope.inference.engine import (
 from telescope.inference.vllm.engine_health import EngineProcesses, answer_within, raise_when_dead
 from telescope.inference.vllm.logprob_path import LogprobPath
 from telescope.inference.vllm.model_tensors import checkpoint_tensors, is_tied, version_bytes
-from telescope.inference.vllm.options import ServerPlan, engine_arguments, served_dtype, share_beside, spare_bytes
+from telescope.inference.vllm.options import (
+    ServerPlan,
+    engine_arguments,
+    logprob_bytes,
+    served_dtype,
+    share_beside,
+    spare_bytes,
+)
 from telescope.inference.vllm.outputs import first_line, generated, said, start_failure, step_teller
 from telescope.inference.vllm.patches import COMMIT, SLEEP, WAKE, teach_core
 from telescope.inference.vllm.token_versions import TokenVersions, VersionSpans
@@ -132,16 +139,21 @@ class VllmEngine:
         await self._warm_up()
 
     def _memory(self) -> dict[str, float]:
-        """On a GPU: vLLM's share, less what updates need. Asks the driver, not CUDA, which must not be up before the fork."""
-        spare = 0 if self._plan.device == "cpu" else spare_bytes(self._plan, self._sync)
-        if not spare:
+        """On a GPU: vLLM's share, less what updates and log-probs need. Asks the driver, not CUDA, which must not be up before
+        the fork."""
+        if self._plan.device == "cpu":
             return {}
         from vllm.platforms import current_platform
 
         inference, card = self._plan.inference, int(current_platform.get_device_total_memory())
         whole = version_bytes(checkpoint_tensors(self._plan.folder), is_tied(self._plan.folder), served_dtype(self._plan))
-        weights, purpose = whole // inference.tensor_parallel_size, f"weight_sync.staging={self._sync.staging}"
+        weights, spare = whole // inference.tensor_parallel_size, self._update_bytes() + logprob_bytes(self._plan)
+        purpose = f"weight_sync.staging={self._sync.staging}"
         return {"gpu_memory_utilization": share_beside(inference.gpu_memory_utilization, card, weights, spare, purpose)}
+
+    def _update_bytes(self) -> int:
+        """That updates need on each card beside vLLM."""
+        return spare_bytes(self._plan, self._sync)
 
     async def _open(self) -> None:
         """Ask the workers how they take updates; said once in the log."""

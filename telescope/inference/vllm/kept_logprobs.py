@@ -150,10 +150,27 @@ def keep(runner: Any, rows: int, positions: int, device: torch.device) -> KeptLo
     return kept
 
 
-def _needs(function: Callable[..., Any], *names: str) -> None:
-    parameters = inspect.signature(function).parameters
-    if missing := [name for name in names if name not in parameters]:
-        raise CannotKeep(f"this vLLM's {function.__qualname__} has no {missing[0]!r}")
+class _Arguments:
+    """Reads some arguments of a function's calls, which vLLM gives by place or by name. Raises `CannotKeep` where the function
+    has no such ones."""
+
+    def __init__(self, function: Callable[..., Any], *names: str) -> None:
+        places = list(inspect.signature(function).parameters)
+        if missing := [name for name in names if name not in places]:
+            raise CannotKeep(f"this vLLM's {function.__qualname__} has no {missing[0]!r}")
+        self._places = {name: places.index(name) for name in names}
+
+    def read(self, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        place = self._places[name]
+        return given[place] if place < len(given) else named[name]
+
+    def replaced(
+        self, name: str, value: Any, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        place = self._places[name]
+        if place < len(given):
+            return (*given[:place], value, *given[place + 1 :]), named
+        return given, {**named, name: value}
 
 
 def _fill_by_slot(runner: Any, kept: KeptLogprobs) -> None:
@@ -162,15 +179,15 @@ def _fill_by_slot(runner: Any, kept: KeptLogprobs) -> None:
 
     states, sampler = runner.req_states, runner.sampler
     add, remove, sample = states.add_request, states.remove_request, sampler.sample
-    _needs(add, "req_id", "prompt_len", "all_token_ids", "max_tokens")
-    _needs(sample, "expanded_idx_mapping", "pos", "return_logprobs")
-    added, sampled_with = inspect.signature(add), inspect.signature(sample)
+    to_add = _Arguments(add, "req_id", "prompt_len", "all_token_ids", "max_tokens")
+    to_sample = _Arguments(sample, "expanded_idx_mapping", "pos", "return_logprobs")
 
     def add_request(*given: Any, **named: Any) -> Any:
-        asked = added.bind(*given, **named).arguments
         answer = add(*given, **named)
-        name = asked["req_id"]
-        kept.begin(name, states.req_id_to_index[name], len(asked["all_token_ids"]), asked["prompt_len"] + asked["max_tokens"])
+        name, prompt, tokens, most = (
+            to_add.read(each, given, named) for each in ("req_id", "prompt_len", "all_token_ids", "max_tokens")
+        )
+        kept.begin(name, states.req_id_to_index[name], len(tokens), prompt + most)
         return answer
 
     def remove_request(req_id: str) -> Any:
@@ -178,11 +195,11 @@ def _fill_by_slot(runner: Any, kept: KeptLogprobs) -> None:
         return remove(req_id)
 
     def sample_and_keep(*given: Any, **named: Any) -> Any:
-        asked = sampled_with.bind(*given, **named)
-        asked.arguments["return_logprobs"] = True  # else a fused kernel may draw, which leaves no processed logits
-        sampled, logits = sample(*asked.args, **asked.kwargs)
-        logprobs = compute_token_logprobs(logits, sampled.view(-1, 1))[:, 0]
-        kept.write(asked.arguments["expanded_idx_mapping"], asked.arguments["pos"] + 1, logprobs)
+        rows, after = (to_sample.read(each, given, named) for each in ("expanded_idx_mapping", "pos"))
+        # True: else a fused kernel may draw, which leaves no processed logits
+        given, named = to_sample.replaced("return_logprobs", True, given, named)
+        sampled, logits = sample(*given, **named)
+        kept.write(rows, after + 1, compute_token_logprobs(logits, sampled.view(-1, 1))[:, 0])
         return sampled, logits
 
     def undo() -> None:
@@ -196,8 +213,8 @@ def _fill_by_name(runner: Any, kept: KeptLogprobs) -> None:
     """vLLM's older model runner, and the CPU's: requests change places in the batch, so rows are ours, by name."""
     sampler = runner.sampler
     update, sample = runner._update_states, sampler.sample
-    _needs(update, "scheduler_output")
-    _needs(sample, "logits", "sampling_metadata")
+    _Arguments(update, "scheduler_output")
+    _Arguments(sample, "logits", "sampling_metadata")
     if not all(hasattr(runner, name) for name in ("requests", "input_batch", "optimistic_seq_lens_cpu")):
         raise CannotKeep(f"this vLLM's {type(runner).__name__} does not tell the positions of a step")
     free = list(range(kept.values.shape[0]))

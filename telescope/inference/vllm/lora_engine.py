@@ -71,9 +71,9 @@ class LoraEngine(VllmEngine):
     async def _open(self) -> None:
         """The model's own weights never change: there is nothing to be found out."""
 
-    def _memory(self) -> dict[str, float]:
+    def _update_bytes(self) -> int:
         """An adapter needs no staging buffer."""
-        return {}
+        return 0
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
