@@ -27,7 +27,7 @@ from telescope.records import Sampling
 from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 from tests.gpu.needed import need_gpus
 from tests.gpu.references import References
-from tests.inference.models import make_model
+from tests.inference.models import make_model, over_kept_cache
 
 RUN = "gpu-check"
 COLD = 0.3
@@ -121,9 +121,10 @@ async def update_in_flight(
         ("update", state.checksum == manifest.checksum, f"pause {state.pause_s * 1000:.1f} ms"),
         ("versions", min(counts.values()) > 0 and sum(counts.values()) == len(answer.ids) == 900, str(counts)),
     ]
-    for version_, folder, other in ((0, old, new), (1, new, old)):
+    for version_, other in ((0, new), (1, old)):
         mine = answer.versions == version_
-        apart = np.abs(answer.logprobs - references.logprobs(folder, prompt, answer.ids, COLD))[mine].mean()
+        kept = over_kept_cache(references.model, prompt, answer, {0: old, 1: new}, COLD)
+        apart = np.abs(answer.logprobs - kept)[mine].mean()
         far = np.abs(answer.logprobs - references.logprobs(other, prompt, answer.ids, COLD))[mine].mean()
         facts.append((f"tokens of version {version_}", apart < 3 * CLOSE < far, f"own weights {apart:.3f}, other {far:.3f}"))
     return facts
