@@ -59,6 +59,8 @@ WARM_UP: tuple[dict[str, Any], ...] = (
     *GREEDY,
 )
 """How the requests of the start are drawn: in all ways that rollouts may be."""
+WARM_UP_PROMPT = 4
+"""Tokens of the shortest of them."""
 SEED_LIMIT = 2**63
 
 log = logging.getLogger(__name__)
@@ -147,7 +149,10 @@ class VllmEngine:
 
         inference, card = self._plan.inference, int(current_platform.get_device_total_memory())
         whole = version_bytes(checkpoint_tensors(self._plan.folder), is_tied(self._plan.folder), served_dtype(self._plan))
-        weights, spare = whole // inference.tensor_parallel_size, self._update_bytes() + logprob_bytes(self._plan)
+        updates, logprobs = self._update_bytes(), logprob_bytes(self._plan)
+        if not updates:
+            return {"gpu_memory_utilization": inference.gpu_memory_utilization - logprobs / card}
+        weights, spare = whole // inference.tensor_parallel_size, updates + logprobs
         purpose = f"weight_sync.staging={self._sync.staging}"
         return {"gpu_memory_utilization": share_beside(inference.gpu_memory_utilization, card, weights, spare, purpose)}
 
@@ -473,15 +478,25 @@ class VllmEngine:
     async def _warm_up(self) -> None:
         """What vLLM imports and compiles at its first requests shall not be charged to a rollout; and their log-probs show by
         which way those of rollouts may come."""
-        prompt = np.zeros(4, dtype=np.int32)
-        room = max(1, min(3, self._max_model_len - len(prompt)))
         await self.logprobs.begin_trial()
-        for wave in (WARM_UP, GREEDY):  # where all are greedy, vLLM computes less
-            requests = [Sampling(max_tokens=room, seed=index, **how) for index, how in enumerate(wave)]
-            answers = (self.generate(f"warm-up-{each.seed}", prompt, each, 0) for each in requests)
-            await asyncio.gather(*answers)
+        await self._try_all("both")
         await self.logprobs.end_trial()
+        if not self.logprobs.asked:  # vLLM computes less where nobody asks
+            try:
+                await self._try_all("kept")
+            except RequestRefused as error:
+                await self.logprobs.give_up(str(error))
         await self._llm.reset_prefix_cache()
+
+    async def _try_all(self, name: str) -> None:
+        """Answers in all ways of drawing, of prompts of different lengths, so that no two are alike to the engine."""
+        room = max(1, min(3, self._max_model_len - WARM_UP_PROMPT))
+        for wave in (WARM_UP, GREEDY):
+            asked = []
+            for index, how in enumerate(wave):
+                prompt = np.zeros(min(WARM_UP_PROMPT + index, self._max_model_len - room), dtype=np.int32)
+                asked.append(self.generate(f"{name}-{index}", prompt, Sampling(max_tokens=room, seed=index, **how), 0))
+            await asyncio.gather(*asked)
 
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
         answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)

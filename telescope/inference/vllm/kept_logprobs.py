@@ -1,8 +1,9 @@
 """Log-probs of sampled tokens, kept in the worker that sampled them until somebody takes them, once, when a request has ended.
 
 vLLM carries a log-prob that a request asks for through the engine's process, serialisation and the front end, one number for
-each request in each step, in Python: a third of all tokens per second is lost to it. Here the sampler's own numbers are written
-into a table on the device, a row for each request and a column for each position of a token, and a row leaves by one copy.
+each request in each step, in Python: up to half of all tokens per second are lost to it. Here the sampler's own numbers are
+written into a table on the device, a row for each request and a column for each position of a token, and a row leaves by one
+copy.
 
 Owns the table (`KeptLogprobs`) and how vLLM's two model runners fill it (`keep`). It takes the numbers from the processed
 logits that the sampler drew from, as vLLM's `logprobs_mode=processed_logprobs` does, so they are the same to the bit; the
@@ -27,15 +28,6 @@ ENDED_BYTES = 256 * 2**20
 
 
 @dataclass
-class _Live:
-    """A request's row. `first`, `last`: positions of its tokens that may be sampled while it has this row."""
-
-    row: int
-    first: int
-    last: int
-
-
-@dataclass
 class _Piece:
     """Log-probs of the tokens from position `first` on, once `ready`."""
 
@@ -49,15 +41,27 @@ class _Piece:
         return self.values.numpy()
 
 
+@dataclass
+class _Live:
+    """A request's row. `first`, `last`: positions of its tokens that may be sampled while it has this row. `before`: of rows
+    that it had, where it lost them."""
+
+    row: int
+    first: int
+    last: int
+    before: list[_Piece]
+
+
 class KeptLogprobs:
     """A table [rows, positions] float32 on `device`. Used from the thread that runs the model.
 
-    A request that is preempted loses its row and gets another one later: what it had is a piece, and so is each later part; a
-    later piece is right where two overlap.
+    A request that loses its row, as one that is preempted may, and gets another one later has a piece of each; a later piece is
+    right where two overlap. Nobody's number: what is written to the last column, `nowhere`.
     """
 
     def __init__(self, device: torch.device, rows: int, positions: int) -> None:
         self.values = torch.full((rows, positions + 1), torch.nan, dtype=torch.float32, device=device)
+        self.nowhere = positions
         self._live: dict[str, _Live] = {}
         self._ended: OrderedDict[str, list[_Piece]] = OrderedDict()
         self._held = 0
@@ -70,7 +74,7 @@ class KeptLogprobs:
     def begin(self, name: str, row: int, first: int, last: int) -> None:
         """Give a row to a request: from now on positions `first` to `last` of it may be written."""
         self.values[row].fill_(torch.nan)
-        self._live[name] = _Live(row, first, min(last + 1, self.values.shape[1]))
+        self._live[name] = _Live(row, first, min(last + 1, self.nowhere), self._forget(name))
 
     def row_of(self, name: str) -> int | None:
         live = self._live.get(name)
@@ -89,18 +93,25 @@ class KeptLogprobs:
         if name in self._taken:
             self._taken.discard(name)
             return live.row
-        self._keep(name, self._copied(live, None))
+        self._keep(name, [*live.before, self._copied(live, None)])
         return live.row
+
+    def grow(self) -> range:
+        """Have twice as many rows; the new ones."""
+        rows = self.values.shape[0]
+        self.values = torch.cat([self.values, torch.full_like(self.values, torch.nan)])
+        if self._aside is not None:
+            self._aside.wait_stream(torch.cuda.current_stream(self.values.device))
+        return range(rows, 2 * rows)
 
     def take(self, name: str, first: int, count: int) -> np.ndarray:
         """[count] float32: log-probs of the tokens from position `first` on, NaN where none was kept. Once: what was taken is
         forgotten. Their steps have ended, since somebody has the tokens."""
         taken = np.full(count, np.nan, dtype=np.float32)
-        pieces = self._ended.pop(name, [])
-        self._held -= sum(piece.values.nbytes for piece in pieces)
+        pieces = self._forget(name)
         if (live := self._live.get(name)) is not None:
             self._taken.add(name)
-            pieces = [*pieces, self._copied(live, self._aside)]
+            pieces = [*live.before, self._copied(live, self._aside)]
         for piece in pieces:
             place = max(0, piece.first - first)
             found = piece.read()[max(0, first - piece.first) :][: max(0, count - place)]
@@ -120,13 +131,21 @@ class KeptLogprobs:
             ready.record()
         return _Piece(live.first, host, ready)
 
-    def _keep(self, name: str, piece: _Piece) -> None:
-        self._ended.setdefault(name, []).append(piece)
-        self._ended.move_to_end(name)
-        self._held += piece.values.nbytes
+    def _keep(self, name: str, pieces: list[_Piece]) -> None:
+        self._ended[name] = pieces
+        self._held += _nbytes(pieces)
         while self._held > ENDED_BYTES and len(self._ended) > 1:
             _, dropped = self._ended.popitem(last=False)
-            self._held -= sum(piece.values.nbytes for piece in dropped)
+            self._held -= _nbytes(dropped)
+
+    def _forget(self, name: str) -> list[_Piece]:
+        pieces = self._ended.pop(name, [])
+        self._held -= _nbytes(pieces)
+        return pieces
+
+
+def _nbytes(pieces: list[_Piece]) -> int:
+    return sum(piece.values.nbytes for piece in pieces)
 
 
 class CannotKeep(Exception):
@@ -210,12 +229,14 @@ def _fill_by_slot(runner: Any, kept: KeptLogprobs) -> None:
 
 
 def _fill_by_name(runner: Any, kept: KeptLogprobs) -> None:
-    """vLLM's older model runner, and the CPU's: requests change places in the batch, so rows are ours, by name."""
+    """vLLM's older model runner, and the CPU's: requests change places in the batch, so rows are ours, by name, and kept by a
+    request that is preempted."""
     sampler = runner.sampler
     update, sample = runner._update_states, sampler.sample
     _Arguments(update, "scheduler_output")
     _Arguments(sample, "logits", "sampling_metadata")
-    if not all(hasattr(runner, name) for name in ("requests", "input_batch", "optimistic_seq_lens_cpu")):
+    told = ("requests", "input_batch", "optimistic_seq_lens_cpu", "discard_request_mask")
+    if not all(hasattr(runner, name) for name in told):
         raise CannotKeep(f"this vLLM's {type(runner).__name__} does not tell the positions of a step")
     free = list(range(kept.values.shape[0]))
 
@@ -228,10 +249,8 @@ def _fill_by_name(runner: Any, kept: KeptLogprobs) -> None:
     def row_for(name: str, position: int) -> int:
         if (row := kept.row_of(name)) is not None:
             return row
-        if not free:  # requests that are preempted keep theirs
-            more = kept.values.shape[0]
-            kept.values = torch.cat([kept.values, torch.full_like(kept.values, torch.nan)])
-            free.extend(range(more, 2 * more))
+        if not free:
+            free.extend(kept.grow())
         state = runner.requests[name]
         row = free.pop()
         most = state.sampling_params.max_tokens if state.sampling_params is not None else 1
@@ -246,6 +265,9 @@ def _fill_by_name(runner: Any, kept: KeptLogprobs) -> None:
                 logprobs = sampler.compute_logprobs(logits)
             positions = runner.optimistic_seq_lens_cpu[: len(names)]
             rows = torch.tensor([row_for(name, place) for name, place in zip(names, positions.tolist(), strict=True)])
+            # at the end of a part of a prompt, or of an answer that is computed again, vLLM draws a token and drops it
+            dropped = torch.from_numpy(runner.discard_request_mask.np[: len(names)])
+            positions = positions.masked_fill(dropped, kept.nowhere)
             chosen = logprobs.gather(-1, sampled.long().view(-1, 1))[:, 0]
             kept.write(_on(rows, logits.device), _on(positions, logits.device), chosen)
         return sampled, logprobs

@@ -50,13 +50,12 @@ class LogprobPath:
             self.asked = False
             log.info("log-probs are kept in the worker until a request ends; %d answers came both ways, alike", self.compared)
             return
-        log.warning(
-            "log-probs come with each token, through vLLM, which costs up to a third of all tokens per second: %d of %d "
-            "answers had other numbers in the worker (docs/inference.md)",
-            self.apart,
-            self.compared,
-        )
-        self.kept = False
+        await self.give_up(f"{self.apart} of {self.compared} answers had other numbers in the worker")
+
+    async def give_up(self, cause: str) -> None:
+        """From now on log-probs are asked of vLLM."""
+        self.asked, self.kept = True, False
+        log.warning("log-probs come with each token, through vLLM, which costs up to half of all tokens per second: %s", cause)
         await self._call(DROP)
 
     async def of(self, completion: Any, internal: str, prompt_tokens: int) -> np.ndarray:
@@ -81,6 +80,7 @@ class LogprobPath:
             while (found := self._found[internal]) is None:
                 if self._asking is None:
                     self._asking = asyncio.create_task(self._ask())
+                    self._asking.add_done_callback(_heard)
                 await asyncio.shield(self._asking)
         finally:
             del self._found[internal]
@@ -96,3 +96,8 @@ class LogprobPath:
             self._found |= {name: found for name, found in zip(wanted, numbers, strict=True) if name in self._found}
         finally:
             self._asking = None
+
+
+def _heard(task: asyncio.Task[None]) -> None:
+    """Its error is told to those who wait; where nobody does any more, asyncio would log it as lost."""
+    task.cancelled() or task.exception()

@@ -1,8 +1,8 @@
 """Our methods inside each vLLM worker process: stage a published version of the weights, check it whole, put it in place.
 
 vLLM imports this module in the worker and adds `WeightExtension` to its worker class; `collective_rpc` calls the methods by
-name. Arguments and answers are strings and numbers, so that no pickle is needed. Owns what happens inside the worker; refuses
-to decide when (engine.py does, and vLLM runs these methods between two engine steps).
+name. Arguments and answers are strings, numbers, bytes and lists of these, so that no pickle is needed. Owns what happens
+inside the worker; refuses to decide when (engine.py does, and vLLM runs these methods between two engine steps).
 
 Importing it is the only hook that vLLM gives before the model is loaded, so the repairs run at import.
 """
@@ -92,6 +92,8 @@ class WeightExtension:
             self.telescope_logprobs = keep(self.model_runner, rows, positions, torch.device(self.device or "cpu"))
         except CannotKeep as cause:
             return str(cause)
+        except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as cause:  # another vLLM, or no memory
+            return f"{type(cause).__name__}: {cause}"
         return ""
 
     def telescope_take_logprobs(self, wanted: list[tuple[str, int, int]]) -> bytes:
