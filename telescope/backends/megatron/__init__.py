@@ -346,8 +346,8 @@ class Megatron(BackendSettings):
                 yield NO_ENGINE.format(setting=setting, instead=instead)
             elif computing not in HALF:
                 yield (
-                    f"backend.{setting} needs Transformer Engine, whose products round float32 to TF32, and the forward pass is "
-                    f"in {computing}: set backend.mixed_precision_dtype=bfloat16, or {instead}"
+                    f"backend.{setting} needs Transformer Engine, whose products round float32 to TF32, and the forward pass "
+                    f"is in {computing}: set backend.mixed_precision_dtype=bfloat16, or {instead}"
                 )
         if self.fp8 and computing == "float16":
             yield (
