@@ -38,7 +38,6 @@ def build(tmp_path, monkeypatch) -> Iterator[Callable[..., Watching]]:
     """`build(settings, job's changes)`; the backend before is closed first."""
     model, built = random_model(tmp_path / "model"), list[Watching]()
     monkeypatch.setattr(backend_module, "engine_modules", engine_stub.modules)
-    monkeypatch.setattr(backend_module, "engine_version", lambda: "of a test")
     monkeypatch.setattr(backend_module, "refuse_fp8", lambda recipe: None)
 
     def make(settings: dict[str, Any], resume: Path | None = None, **changes: Any) -> Watching:

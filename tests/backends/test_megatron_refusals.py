@@ -72,6 +72,8 @@ def test_auto_takes_transformer_engine_where_it_is_there_and_computes_the_precis
     exact = Megatron(mixed_precision_dtype=None)
     assert (exact.takes_engine("float32", there=True), exact.takes_engine("float16", there=True)) == (False, True)
     assert not Megatron(use_transformer_engine=False).takes_engine("float32", there=True)
+    assert not Megatron(gradient_checkpointing="selective").takes_engine("float32", there=True), "its products can't be kept"
+    assert Megatron(gradient_checkpointing="selective", fp8=True).takes_engine("float32", there=True)
     assert all(
         Megatron(**each).takes_engine("float32", there=False) for each in ({"fp8": True}, {"use_transformer_engine": True})
     )

@@ -85,7 +85,7 @@ class Megatron(BackendSettings):
     works here; flash: the first of flash3, flash2 and varlen. All but flex and sdpa compute in half precision on a GPU."""
     use_transformer_engine: bool | Literal["auto"] = "auto"
     """Norms and matrix products of layers by Transformer Engine, in place of Megatron-Core's own. auto: where it is installed,
-    and the forward pass is in bfloat16 or float16."""
+    the forward pass is in bfloat16 or float16, and gradient_checkpointing is not selective, which can't keep its products."""
     fp8: bool | Literal["e4m3", "hybrid"] = False
     """Matrix products of layers in FP8, forward and backward, but for those of experts; all else stays in bfloat16, and weights
     are updated in model.dtype. e4m3, true: all of them in that format; hybrid: gradients in e5m2. Needs Transformer Engine and
@@ -145,7 +145,9 @@ class Megatron(BackendSettings):
         """`use_transformer_engine` with `auto` decided. `there`: Transformer Engine is installed, and so is a GPU."""
         if self.use_transformer_engine != "auto":
             return self.use_transformer_engine
-        return bool(self._wants_engine()) or (there and self.computing(model_dtype) in HALF)
+        keeps_products = self.gradient_checkpointing == "selective"
+        fits = there and self.computing(model_dtype) in HALF and not keeps_products
+        return fits or bool(self._wants_engine())
 
     def _wants_engine(self) -> dict[str, str]:
         """Settings that only Transformer Engine can keep, each with what to set without it."""
