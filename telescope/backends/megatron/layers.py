@@ -54,12 +54,11 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = spread and config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
-        self._normed = one_pass(normed) if compiled else normed
+        self._normed: Callable[..., Tensor] = one_pass(normed) if compiled else normed
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[…, H] -> […, H]."""
-        result: Tensor = self._normed(hidden, self.weight, self.eps)
-        return result
+        return self._normed(hidden, self.weight, self.eps)
 
 
 @cache
@@ -86,7 +85,7 @@ class PackedAttention(nn.Module):
         """windows: of each layer, tokens that a token sees, itself included; None: all of its sample. `layer_number` from 1."""
         super().__init__()
         self._kernel, self._window, self._scaling = kernel, windows[layer_number - 1], scaling
-        self._rotated = one_pass(both_rotated) if compiled else both_rotated
+        self._rotated: Callable[..., tuple[Tensor, Tensor]] = one_pass(both_rotated) if compiled else both_rotated
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *,

@@ -38,7 +38,7 @@ class LayerModules:
 
 
 def engine_modules() -> LayerModules:
-    """Transformer Engine's, as megatron-core wraps them. Without it these classes exist, and can't be built."""
+    """Transformer Engine's, as megatron-core wraps them. Where it is not installed these are stand-ins that build nothing."""
     from megatron.core.extensions import transformer_engine as engine
 
     return LayerModules(
