@@ -492,7 +492,7 @@ def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float
 
 
 def time_of(rank: int, order: Order, world: World) -> None:
-    """Of each length of samples: tokens a second of the faster of the last two of four steps; and the fullest rank's peak of
+    """Of each length of samples: tokens a second of the faster of the last two of three steps; and the fullest rank's peak of
     memory beside its estimate. Two rows of 16,384 tokens a rank."""
     job = make_job(model=order.model, world=world, seq_len=ROW, entropy_chunk_size=2048)
     settings = (FSDP if order.backend == "fsdp" else Megatron)(**order.settings)
@@ -518,10 +518,10 @@ def steps_of(order: Order, backend: Any, rank: int, length: int) -> str:
     count = 2 * (ROW // length) * order.size
     shard = make_shard(lengths=[length] * count, logprob=-12.0)
     own = part(shard, range(order.model_of(rank), count, order.models))
-    found = [backend.train_step(replace(own, step=step)).metrics for step in (1, 2, 3, 4)][2:]
+    found = [backend.train_step(replace(own, step=step)).metrics for step in (1, 2, 3)][1:]
     if order.profiled and rank == 0 and order.size == 1:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as taken:
-            backend.train_step(replace(own, step=5))
+            backend.train_step(replace(own, step=4))
         print(taken.key_averages().table(sort_by="self_device_time_total", row_limit=16, max_name_column_width=70), flush=True)
     fastest = max(found, key=lambda metrics: metrics["trainer_tokens_per_s"])
     return f"{fastest['trainer_tokens_per_s']:.0f} tokens/s, MFU {fastest.get('mfu', 0.0):.1%}, loss {found[0]['loss']:.4f}"
