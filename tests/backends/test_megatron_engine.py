@@ -28,6 +28,7 @@ from tests.backends.megatron_watching import Watching, on_cpu, watch
 from tests.backends.models import random_model
 from tests.backends.shards import in_minibatches, make_job, make_shard
 from tests.backends.watching import distance
+from tests.digits.batches import VARIANTS
 
 OWN, ENGINE = {"use_transformer_engine": False}, {"use_transformer_engine": True}
 FP8 = {"fp8": True, "fp8_recipe": "tensorwise"}
@@ -114,7 +115,8 @@ def test_log_probs_and_training_are_in_the_same_fp8_of_the_same_layers(build, mo
         return nullcontext()
 
     monkeypatch.setattr(policy_module, "get_fp8_context", context)
-    backend = build({**ENGINE, **FP8, "gradient_checkpointing": again}, seq_len=256)
+    corrected = VARIANTS["sapo token mean, TIS"]  # asks for log-probs before the updates
+    backend = build({**ENGINE, **FP8, "gradient_checkpointing": again}, seq_len=256, algorithm=corrected)
     backend.logprobs(make_shard())
     assert entered == [0, 1]
     entered.clear()
