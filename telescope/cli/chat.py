@@ -1,7 +1,7 @@
 """`telescope chat TARGET`, or `--url URL`: talk to a model in the terminal, or ask it one thing from a script.
 
-A run's checkpoint, a model folder or adapters are served as `telescope serve` does, for as long as the talk goes on. Answers go
-to stdout as they come, all else to stderr. Exit codes: 0 done, 1 refused or failed, 2 usage, 130 and 143 interrupted.
+A run's checkpoint, a model folder or adapters are served as `telescope serve` does, until the end of the conversation. Answers
+go to stdout as they come, all else to stderr. Exit codes: 0 done, 1 refused or failed, 2 usage, 130 and 143 interrupted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from telescope.cli.command_line import parse_all
 from telescope.exit_codes import DONE, ERROR
 
 if TYPE_CHECKING:
+    from telescope.cli.chat_conversation import ChatRole, Conversation
     from telescope.cli.chat_stream import SamplingOptions, StreamingClient
-    from telescope.cli.chat_talk import ChatRole, Talk
     from telescope.cli.server_process import ServerProcess
     from telescope.config.run import RunConfig
     from telescope.environments.base import Chat, Turn
@@ -46,9 +46,9 @@ Ctrl-C stops an answer, Ctrl-D (or Ctrl-C at the prompt) leaves, /new begins ano
 def main(arguments: Sequence[str]) -> int:
     """The exit code."""
     asked = _parse(arguments)
-    from telescope.cli.chat_stream import AnswerRefused, ServerLost
+    from telescope.cli.chat_stream import AnswerRefused, ServerUnreachable
     from telescope.cli.resume import WrongOverride
-    from telescope.cli.server_process import ServerEnded, raise_on_signals
+    from telescope.cli.server_process import ServerProcessEnded, raise_on_signals
     from telescope.cli.start import say
     from telescope.cli.targets import TargetRefused, is_override
     from telescope.compose.load import UsageError
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     except (UsageError, WrongOverride) as error:
         say(f"telescope chat: {error}")
         return USAGE
-    except (TargetRefused, ServerEnded, AnswerRefused, ServerLost, EnvironmentBroken, SecretMissing) as error:
+    except (TargetRefused, ServerProcessEnded, AnswerRefused, ServerUnreachable, EnvironmentBroken, SecretMissing) as error:
         say(f"telescope chat: {error}")
         return ERROR
     except Interrupted as interrupted:
@@ -134,13 +134,14 @@ def _read_messages(asked: argparse.Namespace) -> list[str]:
 @dataclass(frozen=True)
 class Partner:
     """Who answers. `template`: of a model that is served here, whose exact tokens are known; None: messages go as text.
-    `server`: where it is this command's own."""
+    `options`: how it is asked. `server`: where it is this command's own."""
 
     url: str
     name: str
     key: str | None
     config: RunConfig | None
     template: ChatTemplate | None
+    options: SamplingOptions
     server: ServerProcess | None
 
 
@@ -160,7 +161,7 @@ def _serve_here(target: str, asked: argparse.Namespace, overrides: Sequence[str]
     roles += _load_role(asked, model.config)
     if model.remark:
         say(model.remark)
-    plan = plan_server(model)
+    plan, options = plan_server(model), make_options(asked, model.config, roles)
     with ready_weights(model, say) as ready:
         settings = ready.config.model
         try:
@@ -171,7 +172,7 @@ def _serve_here(target: str, asked: argparse.Namespace, overrides: Sequence[str]
             raise TargetRefused(f"{error}; or have it go on with a text: --raw") from error
         say(f"starting a server of {model.label} on {describe_place(plan.gpus)}")
         with ServerProcess(ready, plan) as server:
-            yield Partner(server.wait_until_ready(), ready.name, None, ready.config, template, server)
+            yield Partner(server.wait_until_ready(), ready.name, None, ready.config, template, options, server)
 
 
 @contextlib.contextmanager
@@ -197,18 +198,18 @@ def _reach_url(asked: argparse.Namespace, overrides: Sequence[str], roles: list[
         fixed = ["model=tiny", *choose_environment(asked.env)]
         roles += _load_role(asked, compose_untrained([*fixed, *overrides], asked.config_dir))
     key = None if variable is None else os.environ[variable]
-    yield Partner(asked.url, asked.model or "", key, None, None, None)
+    yield Partner(asked.url, asked.model or "", key, None, None, make_options(asked, None, roles), None)
 
 
 def _load_role(asked: argparse.Namespace, config: RunConfig) -> list[ChatRole]:
     """The environment of `--env`, as a worker loads it. Raises `EnvironmentBroken`."""
-    from telescope.cli.chat_talk import ChatRole
+    from telescope.cli.chat_conversation import ChatRole
     from telescope.workers.loading import load_environments
 
     return [] if asked.env is None else [ChatRole(load_environments(config)[asked.env])]
 
 
-# ---- the talk
+# ---- the conversation
 
 
 def _chat(targets: Sequence[str], asked: argparse.Namespace, overrides: Sequence[str], messages: Sequence[str]) -> int:
@@ -221,18 +222,18 @@ def _chat(targets: Sequence[str], asked: argparse.Namespace, overrides: Sequence
         around = AsyncExitStack()
         opened.callback(lambda: runner.run(around.aclose()))
         screen = Screen()
-        talk, client, name = runner.run(_begin(partner, asked, roles, screen, around))
-        answering = _Answering(runner, talk, client, screen, partner.server)
+        conversation, client, name = runner.run(_begin(partner, asked, roles, screen, around))
+        answering = _Answering(runner, conversation, client, screen, partner.server)
         return answering.ask_all(messages) if messages else answering.converse(name, roles)
 
 
 async def _begin(
     partner: Partner, asked: argparse.Namespace, roles: Sequence[ChatRole], screen: Screen, around: AsyncExitStack
-) -> tuple[Talk, StreamingClient, str]:
-    """(talk, its client, the model's name). What must be closed again goes into `around`. Raises `ServerLost`, `AnswerRefused`,
-    `EnvironmentBroken` and `WrongOverride`."""
+) -> tuple[Conversation, StreamingClient, str]:
+    """(conversation, its client, the model's name). What must be closed again goes into `around`. Raises `ServerUnreachable`,
+    `AnswerRefused`, `EnvironmentBroken` and `WrongOverride`."""
+    from telescope.cli.chat_conversation import ChatConversation, RawConversation
     from telescope.cli.chat_stream import StreamingClient
-    from telescope.cli.chat_talk import DialogueTalk, RawTalk
     from telescope.environments.graders.pool import open_graders
     from telescope.workers.loading import set_up, tear_down
 
@@ -240,9 +241,8 @@ async def _begin(
     client = StreamingClient(partner.url, partner.key, screen.show)
     around.push_async_callback(client.close)
     name = partner.name or _choose_model(await client.list_models(), partner.url)
-    options = make_options(asked, partner.config, role)
     if asked.raw:
-        return RawTalk(client, name, options), client, name
+        return RawConversation(client, name, partner.options), client, name
     if role is not None:
         await around.enter_async_context(open_graders())  # before the environment's own beginning, as in a worker
         await set_up(role.loaded)
@@ -250,8 +250,8 @@ async def _begin(
     system: Sequence[Turn] = () if role is None else role.system
     if asked.system is not None:
         system = ({"role": "system", "content": asked.system},)
-    open_chat = _choose_chat(partner, client, name, options)
-    return DialogueTalk(open_chat, system, role, screen.tell, lambda: client.is_stopped), client, name
+    open_chat = _choose_chat(partner, client, name)
+    return ChatConversation(open_chat, system, role, screen.tell, lambda: client.is_stopped), client, name
 
 
 def _choose_model(served: Sequence[str], url: str) -> str:
@@ -262,13 +262,14 @@ def _choose_model(served: Sequence[str], url: str) -> str:
     raise WrongOverride(f"{url} serves {', '.join(served) or 'no model'}: --model NAME says which one is asked")
 
 
-def _choose_chat(partner: Partner, client: StreamingClient, name: str, options: SamplingOptions) -> Callable[[], Chat]:
+def _choose_chat(partner: Partner, client: StreamingClient, name: str) -> Callable[[], Chat]:
+    """What makes an empty dialogue."""
     from telescope.cli.chat_stream import StreamedText, StreamedTokens
     from telescope.environments.chat import TokenChat
     from telescope.records import Sampling
     from telescope.workers.text_chat import TextChat
 
-    template, config = partner.template, partner.config
+    template, config, options = partner.template, partner.config, partner.options
     if template is None or config is None:
         return lambda: TextChat(
             StreamedText(client, name, options),
@@ -279,7 +280,7 @@ def _choose_chat(partner: Partner, client: StreamingClient, name: str, options: 
     return lambda: TokenChat(template, sampler, longest, max_tokens=options.max_tokens)
 
 
-def make_options(asked: argparse.Namespace, config: RunConfig | None, role: ChatRole | None) -> SamplingOptions:
+def make_options(asked: argparse.Namespace, config: RunConfig | None, roles: Sequence[ChatRole]) -> SamplingOptions:
     """As the run samples, where there is one, and as the command line says. An answer has at most half of a short context, so
     that a dialogue has room. Raises `WrongOverride`."""
     from telescope.cli.chat_stream import SamplingOptions
@@ -291,7 +292,8 @@ def make_options(asked: argparse.Namespace, config: RunConfig | None, role: Chat
         drawn: dict[str, Any] = {"max_tokens": URL_MAX_TOKENS}
     else:
         limits, room = PlayLimits.from_config(config), config.inference.max_model_len
-        limits = limits if role is None else limits.of(role.loaded)
+        for role in roles:
+            limits = limits.of(role.loaded)
         drawn = {"max_tokens": min(limits.max_tokens, room // 2), "temperature": limits.temperature}
         support = limits.support
         drawn |= {"top_p": support.top_p, "top_k": support.top_k or None, "min_p": support.min_p}
@@ -330,9 +332,20 @@ class _Answering:
     """Turn by turn, on the loop of one runner; between turns it stands still."""
 
     def __init__(
-        self, runner: asyncio.Runner, talk: Talk, client: StreamingClient, screen: Screen, server: ServerProcess | None
+        self,
+        runner: asyncio.Runner,
+        conversation: Conversation,
+        client: StreamingClient,
+        screen: Screen,
+        server: ServerProcess | None,
     ) -> None:
-        self._runner, self._talk, self._client, self._screen, self._server = runner, talk, client, screen, server
+        self._runner, self._conversation, self._client, self._screen, self._server = (
+            runner,
+            conversation,
+            client,
+            screen,
+            server,
+        )
         self._interrupts = 0
         """Signals since the turn began."""
 
@@ -361,7 +374,7 @@ class _Answering:
                 tell("\n")
                 return DONE
             if text.strip() == NEW:
-                self._talk.forget()
+                self._conversation.forget()
                 tell("A new dialogue.\n")
             elif text.strip():
                 sentence = self._answer(text) or ("(stopped)" if self._interrupts else "")
@@ -371,8 +384,8 @@ class _Answering:
                     return INTERRUPTED
 
     def _answer(self, text: str) -> str:
-        """Why there is no whole answer; empty where there is one. Raises `ServerEnded` and `ServerLost`."""
-        from telescope.cli.chat_stream import AnswerRefused, ServerLost, Stopped
+        """Why there is no whole answer; empty where there is one. Raises `ServerProcessEnded` and `ServerUnreachable`."""
+        from telescope.cli.chat_stream import AnswerRefused, AnswerStopped, ServerUnreachable
         from telescope.environments.failures import ContextFull, InfrastructureError, PolicyError
         from telescope.environments.template import TemplateError
 
@@ -381,11 +394,11 @@ class _Answering:
             self._runner.run(self._take_turn(text))
         except ContextFull as error:
             return f"{error}. {NEW} begins another dialogue"
-        except Stopped:
+        except AnswerStopped:
             return ""
         except (AnswerRefused, InfrastructureError, PolicyError, TemplateError) as error:
             return str(error)
-        except ServerLost:
+        except ServerUnreachable:
             if self._server is not None:
                 self._server.refuse_ended()
             raise
@@ -396,7 +409,7 @@ class _Answering:
     async def _take_turn(self, text: str) -> None:
         """Ctrl-C stops the answer that comes, or what a tool does; once more cancels all."""
         loop = asyncio.get_running_loop()
-        turn = asyncio.create_task(self._talk.answer(text))
+        turn = asyncio.create_task(self._conversation.answer(text))
 
         def stop() -> None:
             self._interrupts += 1

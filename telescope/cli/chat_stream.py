@@ -32,11 +32,11 @@ class AnswerRefused(RuntimeError):
     """The server does not take the request, or its answer can't be read; the text says why."""
 
 
-class ServerLost(RuntimeError):
+class ServerUnreachable(RuntimeError):
     """No server answers there, or it broke off."""
 
 
-class Stopped(RuntimeError):
+class AnswerStopped(RuntimeError):
     """The answer was stopped before its first piece."""
 
 
@@ -120,13 +120,13 @@ class StreamingClient:
         return self._stopped
 
     async def list_models(self) -> list[str]:
-        """Raises `ServerLost` and `AnswerRefused`."""
+        """Raises `ServerUnreachable` and `AnswerRefused`."""
         import httpx
 
         try:
             answer = await self._http.get(f"{self.url}/models", timeout=CONNECT_S)
         except httpx.HTTPError as error:
-            raise ServerLost(f"{self.url} does not answer ({str(error) or type(error).__name__})") from error
+            raise ServerUnreachable(f"{self.url} does not answer ({str(error) or type(error).__name__})") from error
         if answer.status_code != httpx.codes.OK:
             raise AnswerRefused(_describe_refusal(f"{self.url}/models", answer.status_code, answer.text))
         try:
@@ -135,8 +135,8 @@ class StreamingClient:
             raise AnswerRefused(f"{self.url}/models gave no list of models: {answer.text[:CAUSE_CHARACTERS]}") from error
 
     async def read(self, path: str, body: Mapping[str, Any]) -> StreamedAnswer:
-        """The whole answer to a request, or what had come when it was stopped. Raises `AnswerRefused`, `ServerLost`, and
-        `Stopped` where nothing had."""
+        """The whole answer to a request, or what had come when it was stopped. Raises `AnswerRefused`, `ServerUnreachable`, and
+        `AnswerStopped` where nothing had."""
         answer = StreamedAnswer()
         self._stopped = False
         self._reading = asyncio.create_task(self._read_into(answer, path, body))
@@ -147,7 +147,7 @@ class StreamingClient:
                 self._reading.cancel()
                 raise
             if not answer.texts and not answer.ids:
-                raise Stopped("nothing had been said") from None
+                raise AnswerStopped("nothing had been said") from None
             answer.finish_reason = ""
         return answer
 
@@ -159,7 +159,7 @@ class StreamingClient:
                 if text := answer.add(choice):
                     self.show(text)
         except httpx.HTTPError as error:
-            raise ServerLost(f"{self.url} does not answer ({str(error) or type(error).__name__})") from error
+            raise ServerUnreachable(f"{self.url} does not answer ({str(error) or type(error).__name__})") from error
 
     async def _stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
         """The choices of an answer's events, again with the limit's other name where the server wants that."""

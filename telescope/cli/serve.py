@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     """The exit code."""
     asked = _parse(arguments)
     from telescope.cli.resume import WrongOverride
-    from telescope.cli.server_process import ServerEnded, raise_on_signals
+    from telescope.cli.server_process import ServerProcessEnded, raise_on_signals
     from telescope.cli.start import say
     from telescope.cli.targets import TargetRefused, is_override
     from telescope.compose.load import UsageError
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     except (UsageError, WrongOverride) as error:
         say(f"telescope serve: {error}")
         return USAGE
-    except (TargetRefused, ServerEnded) as error:
+    except (TargetRefused, ServerProcessEnded) as error:
         say(f"telescope serve: {error}")
         return ERROR
     except Interrupted as interrupted:

@@ -45,7 +45,7 @@ LEAVE_S = 12.0
 KILL_S = shim.KILL_WAIT_S + 1.0
 
 
-class ServerEnded(RuntimeError):
+class ServerProcessEnded(RuntimeError):
     """The server is not there any more, or did not come; the text says why."""
 
 
@@ -93,7 +93,7 @@ class ServerProcess:
         self._said = b""
 
     def __enter__(self) -> ServerProcess:
-        """Starts it. Raises `ServerEnded` where it can't be started."""
+        """Starts it. Raises `ServerProcessEnded` where it can't be started."""
         self._folder = temporary.make()
         self._run = RunDirectory.create(self._folder / "server")
         self._ready, ready_end = os.pipe()
@@ -110,7 +110,7 @@ class ServerProcess:
         os.close(ready_end)
         if refused:
             self._close()
-            raise ServerEnded(refused)
+            raise ServerProcessEnded(refused)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -121,7 +121,7 @@ class ServerProcess:
             self._close()
 
     def wait_until_ready(self) -> str:
-        """The URL of its API, `http://127.0.0.1:8100/v1`. Raises `ServerEnded`, and `Interrupted` after a signal."""
+        """The URL of its API, `http://127.0.0.1:8100/v1`. Raises `ServerProcessEnded`, and `Interrupted` after a signal."""
         until = time.monotonic() + self._start_s
         with self._hear_signals():
             while True:
@@ -132,10 +132,10 @@ class ServerProcess:
                     return url
                 self._refuse_ended()
                 if time.monotonic() >= until:
-                    raise ServerEnded(f"the server of {self._model.label} did not start within {self._start_s:g} s")
+                    raise ServerProcessEnded(f"the server of {self._model.label} did not start within {self._start_s:g} s")
 
     def wait_until_ended(self) -> int:
-        """The number of the signal that ends the wait. Raises `ServerEnded` where the server ends first."""
+        """The number of the signal that ends the wait. Raises `ServerProcessEnded` where the server ends first."""
         with self._hear_signals():
             while not self._heard:
                 self._refuse_ended()
@@ -143,7 +143,7 @@ class ServerProcess:
         return self._heard[0]
 
     def refuse_ended(self) -> None:
-        """Raises `ServerEnded` where it is gone: for whoever asked it in vain."""
+        """Raises `ServerProcessEnded` where it is gone: for whoever asked it in vain."""
         self._children.wait(0.0)
         self._refuse_ended()
 
@@ -168,7 +168,7 @@ class ServerProcess:
         if not why and self._process.end is not None:
             tail = read_tail(self._run.log(self._plan.name))
             why = "\n".join([f"the server {describe_end(self._process.end)}" + (". Its last words:" if tail else ""), *tail])
-        raise ServerEnded(why.removeprefix(f"{self._plan.name}: "))
+        raise ServerProcessEnded(why.removeprefix(f"{self._plan.name}: "))
 
     def _stop(self) -> None:
         """Ask it to leave, and kill it where it does not follow, or a signal says so."""

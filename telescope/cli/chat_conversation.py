@@ -21,7 +21,7 @@ from telescope.workers.loading import LoadedEnvironment
 Tell = Callable[[str], None]
 
 
-class Talk(Protocol):
+class Conversation(Protocol):
     async def answer(self, text: str) -> None:
         """Take a person's turn, and have the model answer; whoever made this shows it as it comes."""
         ...
@@ -31,7 +31,7 @@ class Talk(Protocol):
         ...
 
 
-class RawTalk:
+class RawConversation:
     """No dialogue: each text is one that the model goes on with."""
 
     def __init__(self, client: StreamingClient, model: str, options: SamplingOptions) -> None:
@@ -69,7 +69,7 @@ class ChatRole:
         return environment if isinstance(environment, ToolEnvironment) else None
 
 
-class DialogueTalk:
+class ChatConversation:
     """Several turns with a history. `open_chat` makes an empty one; `system` goes before the first turn; `tell` gets what is
     not the model's own text; `is_stopped`: whether the answer that came last was cut short by the person."""
 
