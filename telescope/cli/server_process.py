@@ -13,7 +13,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from types import TracebackType
 
@@ -84,10 +84,10 @@ def list_gpus_of(run: RunDirectory, host: str) -> frozenset[str]:
 class ServerProcess:
     """A context manager, for the main thread. Within, the server lives until it ends or the block does."""
 
-    def __init__(self, model: ServedModel, plan: ProcessPlan, program: Collection[str] = PROGRAM) -> None:
+    def __init__(self, model: ServedModel, plan: ProcessPlan) -> None:
         self._config: RunConfig = model.config
         self._model = model
-        self._plan = msgspec.structs.replace(plan, program=tuple(program))
+        self._plan = msgspec.structs.replace(plan, program=PROGRAM)
         self._start_s = model.config.cluster.placement_timeout_s + LATE_S
         self._heard: list[int] = []
         self._said = b""
