@@ -121,8 +121,8 @@ def _read_messages(asked: argparse.Namespace) -> list[str]:
     from telescope.cli.resume import WrongOverride
 
     messages: list[str] = asked.message or []
-    if not messages and not sys.stdin.isatty():
-        messages = [sys.stdin.read().rstrip("\n")]
+    if not messages and (sys.stdin is None or not sys.stdin.isatty()):
+        messages = ["" if sys.stdin is None else sys.stdin.read().rstrip("\n")]
     if any(not message.strip() for message in messages):
         raise WrongOverride("there is nothing to ask: give a text with --message, on stdin, or at a terminal")
     return messages
@@ -251,7 +251,9 @@ async def _begin(
     if asked.system is not None:
         system = ({"role": "system", "content": asked.system},)
     open_chat = _choose_chat(partner, client, name)
-    return ChatConversation(open_chat, system, role, screen.tell, lambda: client.is_stopped), client, name
+    conversation = ChatConversation(open_chat, system, role, screen.tell, lambda: client.is_stopped)
+    around.push_async_callback(conversation.close)
+    return conversation, client, name
 
 
 def _choose_model(served: Sequence[str], url: str) -> str:
@@ -339,13 +341,8 @@ class _Answering:
         screen: Screen,
         server: ServerProcess | None,
     ) -> None:
-        self._runner, self._conversation, self._client, self._screen, self._server = (
-            runner,
-            conversation,
-            client,
-            screen,
-            server,
-        )
+        self._runner, self._conversation, self._client = runner, conversation, client
+        self._screen, self._server = screen, server
         self._interrupts = 0
         """Signals since the turn began."""
 
@@ -374,7 +371,7 @@ class _Answering:
                 tell("\n")
                 return DONE
             if text.strip() == NEW:
-                self._conversation.forget()
+                self._runner.run(self._conversation.forget())
                 tell("A new dialogue.\n")
             elif text.strip():
                 sentence = self._answer(text) or ("(stopped)" if self._interrupts else "")

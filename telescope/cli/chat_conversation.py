@@ -19,6 +19,8 @@ from telescope.environments.tools.redact import declare_secrets
 from telescope.workers.loading import LoadedEnvironment
 
 Tell = Callable[[str], None]
+SHOWN = 300
+"""Characters of a question."""
 
 
 class Conversation(Protocol):
@@ -26,8 +28,12 @@ class Conversation(Protocol):
         """Take a person's turn, and have the model answer; whoever made this shows it as it comes."""
         ...
 
-    def forget(self) -> None:
+    async def forget(self) -> None:
         """The next turn begins anew."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what it holds."""
         ...
 
 
@@ -40,8 +46,11 @@ class RawConversation:
     async def answer(self, text: str) -> None:
         await self._client.read("/completions", {"model": self._model, "prompt": text, **self._options.spell()})
 
-    def forget(self) -> None:
+    async def forget(self) -> None:
         """There is nothing to be forgotten."""
+
+    async def close(self) -> None:
+        """Nor to be given back."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +69,10 @@ class ChatRole:
 
     @property
     def question(self) -> str:
-        """What its prompt asks, for a person to try."""
-        return next((str(turn.get("content")) for turn in reversed(self.prompt.turns) if turn.get("role") == "user"), "")
+        """What its prompt asks, in a line for a person to try."""
+        asked = next((str(turn.get("content")) for turn in reversed(self.prompt.turns) if turn.get("role") == "user"), "")
+        line = " ".join(asked.split())
+        return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"
 
     @property
     def tools(self) -> ToolEnvironment | None:
@@ -82,13 +93,20 @@ class ChatConversation:
         is_stopped: Callable[[], bool],
     ) -> None:
         self._open_chat, self._system, self._role, self._tell, self._is_stopped = open_chat, system, role, tell, is_stopped
-        self.forget()
-
-    def forget(self) -> None:
-        self._chat, self._state = self._open_chat(), None
-        self._begun = False
+        self._chat, self._begun = open_chat(), False
+        self._state: Any = None
+        """Of the tools, once there is one."""
         self._unsaid: Sequence[Turn] = ()
         """Results of calls that the model has not read yet."""
+
+    async def forget(self) -> None:
+        await self.close()
+        self._chat, self._begun, self._unsaid = self._open_chat(), False, ()
+
+    async def close(self) -> None:
+        tools, state, self._state = self._role and self._role.tools, self._state, None
+        if tools is not None and state is not None:
+            await tools.run_end_state(state)
 
     async def answer(self, text: str) -> None:
         user: Turn = {"role": "user", "content": text}
@@ -102,8 +120,9 @@ class ChatConversation:
 
     async def _answer_with_tools(self, environment: ToolEnvironment, prompt: Prompt, turns: Sequence[Turn]) -> None:
         if not self._begun:  # also where a first answer failed: the tools have to be told again
+            await self.close()
             self._state = await environment.run_method(environment.initial_state, prompt)
-        state: Any = self._state
+        state = self._state
         for _ in range(environment.turn_limit):
             said = await environment.say(self._chat, state, turns)
             self._begun, self._unsaid = True, ()

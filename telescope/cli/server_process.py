@@ -42,6 +42,8 @@ LATE_S = 60.0
 """Beyond cluster.placement_timeout_s, after which the server itself says that it did not start."""
 LEAVE_S = 12.0
 """From the order to leave to the kill: the engine's close has 8 s."""
+NOTICE_S = 2.0
+"""For the word of its end, once its connections have broken."""
 KILL_S = shim.KILL_WAIT_S + 1.0
 
 
@@ -143,8 +145,8 @@ class ServerProcess:
         return self._heard[0]
 
     def refuse_ended(self) -> None:
-        """Raises `ServerProcessEnded` where it is gone: for whoever asked it in vain."""
-        self._children.wait(0.0)
+        """Raises `ServerProcessEnded` where it is gone, or goes just now: for whoever asked it in vain."""
+        self._children.wait(NOTICE_S)
         self._refuse_ended()
 
     @property
