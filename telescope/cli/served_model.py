@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ DECIDED = {
 SEQUENCES = 256
 """Answers that a server without rollouts samples at once; more wait (`inference.http_sequences`)."""
 ADAPTER_CONFIG = "adapter_config.json"
+SIZE = "inference.tensor_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ def _find_in_run(target: str, run: RunDirectory, asked: argparse.Namespace, over
     if asked.env is not None:
         own = {} if asked.env in trained.environments else {"environment": asked.env}
         settings["evals"] = {asked.env: own}
-    config = _with_one_server(judge(change(settings, overrides)))
+    settings = change(settings, overrides)
+    settings["cluster"]["inference_num_workers"] = settings["inference"]["tensor_parallel_size"]  # one server
+    config = judge(settings)
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": trained.model.lora if step else None})})
     remark = (
         f"{target} goes on, and this is its step {step}. Its own servers have its newest weights: `telescope servers {target}` "
@@ -195,8 +198,10 @@ def _find_adapters(target: str, path: Path, asked: argparse.Namespace, overrides
 def _compose(chosen: Sequence[str], limits: Sequence[str], asked: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
     inference = {"http_sequences": SEQUENCES, **_make_address(asked)}
     played = choose_environment(asked.env)
-    config = compose_untrained([*chosen, *played, *limits, *overrides], asked.config_dir)
-    return _with_one_server(config.model_copy(update={"inference": config.inference.model_copy(update=inference)}))
+    sizes = [one.partition("=")[2] for one in overrides if one.startswith(f"{SIZE}=")]
+    one_server = [f"cluster.inference_num_workers={size}" for size in sizes[-1:] or ["1"]]
+    config = compose_untrained([*chosen, *played, *limits, *one_server, *overrides], asked.config_dir)
+    return config.model_copy(update={"inference": config.inference.model_copy(update=inference)})
 
 
 def choose_environment(name: str | None) -> list[str]:
@@ -231,11 +236,6 @@ def _make_address(asked: argparse.Namespace) -> dict[str, Any]:
         )
     port = DEFAULT_PORT if asked.port is None else asked.port
     return {"http": True, "host": asked.host, "base_port": port, "api_key": key}
-
-
-def _with_one_server(config: RunConfig) -> RunConfig:
-    cluster: Mapping[str, Any] = {"inference_num_workers": config.inference.tensor_parallel_size}
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update=cluster)})
 
 
 @contextlib.contextmanager

@@ -24,12 +24,17 @@ from telescope.cli.served_model import ServedModel, find_model, ready_weights
 from telescope.cli.server_process import ServerProcess, ServerProcessEnded, list_gpus_of, plan_server, write_curl
 from telescope.cli.targets import TargetRefused
 from telescope.config.models import model_folder
+from telescope.config.run import RunConfig
 from telescope.config.sections import LoraSettings
 from telescope.runlog.holder import hold
 from telescope.wire.process import Interrupted
 from tests.cli.test_eval import config, make_run
 
-REAL = {"inference": {"engine": "vllm"}, "model": {"name": "tiny"}}
+
+def real(**changes: Any) -> RunConfig:
+    """Of a run with an engine that has a model."""
+    short = {"inference": {"engine": "vllm", "max_model_len": 256}, "rollout": {"max_tokens": 24}, "model": {"name": "tiny"}}
+    return config(**{**short, **changes})
 
 
 def asked(**given: Any) -> argparse.Namespace:
@@ -45,7 +50,7 @@ def served(target: object, *overrides: str, **given: Any) -> ServedModel:
 
 
 def test_of_a_run_the_newest_checkpoint_is_served_under_its_name_and_step(tmp_path: Path):
-    run = make_run(tmp_path / "mine", config(**REAL, rollout={"temperature": 0.7}), [2, 4])
+    run = make_run(tmp_path / "mine", real(rollout={"temperature": 0.7, "max_tokens": 24}), [2, 4])
     newest = served(run.path)
     assert (newest.name, newest.step, newest.label, newest.remark) == ("mine@4", 4, f"{run.path} step 4", "")
     assert (newest.config.rollout.temperature, newest.config.first_version) == (0.7, 4)
@@ -68,13 +73,13 @@ def test_of_a_run_the_newest_checkpoint_is_served_under_its_name_and_step(tmp_pa
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(
     tmp_path: Path, steps: list[int], step: str | None, sentence: str
 ):
-    run = make_run(tmp_path / "mine", config(**REAL), steps)
+    run = make_run(tmp_path / "mine", real(), steps)
     with pytest.raises(TargetRefused, match=sentence):
         served(run.path, step=step)
 
 
 def test_a_run_that_saves_nothing_is_told_how_to_save(tmp_path: Path):
-    run = make_run(tmp_path / "mine", config(**REAL, checkpoint={}))
+    run = make_run(tmp_path / "mine", real(checkpoint={}))
     with pytest.raises(TargetRefused, match=r"it saves none \(checkpoint.every=0\).*checkpoint.every=10"):
         served(run.path)
     with pytest.raises(WrongOverride, match="--step two: give a number, or latest"):
@@ -82,7 +87,7 @@ def test_a_run_that_saves_nothing_is_told_how_to_save(tmp_path: Path):
 
 
 def test_what_is_no_model_is_refused_with_what_it_is(tmp_path: Path):
-    run = make_run(tmp_path / "mine", config(**REAL), [40])
+    run = make_run(tmp_path / "mine", real(), [40])
     with pytest.raises(TargetRefused, match=rf"is a checkpoint, .* {run.path} --step 40, or .*telescope export 40"):
         served(run.checkpoints / "step_00000040")
     with pytest.raises(TargetRefused, match="neither a run directory"):
@@ -97,13 +102,13 @@ def test_what_is_no_model_is_refused_with_what_it_is(tmp_path: Path):
     "override", ["run_dir=x", "inference.host=0.0.0.0", "model.name=other", "inference.http=false", "number_of_steps=3"]
 )
 def test_what_the_command_decides_is_refused(tmp_path: Path, override: str):
-    for target in (make_run(tmp_path / "mine", config(**REAL), [2]).path, "tiny"):
+    for target in (make_run(tmp_path / "mine", real(), [2]).path, "tiny"):
         with pytest.raises(WrongOverride, match="leave it out"):
             served(target, override)
 
 
 def test_settings_of_the_engine_are_the_users(tmp_path: Path):
-    run = make_run(tmp_path / "mine", config(**REAL), [2])
+    run = make_run(tmp_path / "mine", real(), [2])
     assert served(run.path, "inference.max_model_len=128").config.inference.max_model_len == 128
     two = served("tiny", "inference.tensor_parallel_size=2", "cluster.device=cpu").config
     assert (two.cluster.inference_num_workers, two.servers) == (2, 1)
@@ -150,7 +155,7 @@ def test_adapters_are_served_over_the_model_that_they_name(tmp_path: Path):
 
 
 def test_of_a_run_with_adapters_these_are_served_over_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = make_run(tmp_path / "mine", config(**{**REAL, "model": {"name": "tiny", "lora": {"rank": 4}}}), [2])
+    run = make_run(tmp_path / "mine", real(model={"name": "tiny", "lora": {"rank": 4}}), [2])
     exported: list[Any] = []
     monkeypatch.setattr(served_model, "export_weights", lambda *given, merge: exported.append((*given[1:3], merge)))
     with ready_weights(served(run.path), print) as ready:
@@ -161,7 +166,7 @@ def test_of_a_run_with_adapters_these_are_served_over_its_model(tmp_path: Path, 
 
 
 def test_exported_weights_are_there_while_they_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = make_run(tmp_path / "mine", config(**REAL), [2])
+    run = make_run(tmp_path / "mine", real(), [2])
 
     def export(run: Any, step: int, to: Path, say: Any, *, merge: bool) -> None:
         to.mkdir()
@@ -183,7 +188,7 @@ def test_exported_weights_are_there_while_they_are_served(tmp_path: Path, monkey
 
 
 def test_a_run_that_goes_on_keeps_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    made = config(**REAL, cluster={"device": "gpu", "inference_num_workers": 2, "trainer_num_workers": 1})
+    made = real(cluster={"device": "gpu", "inference_num_workers": 2, "trainer_num_workers": 1})
     run = make_run(tmp_path / "mine", made, [2])
     host = msgspec.structs.replace(inspect_this_host(), gpus=("0", "1", "2", "3"))
     write_plan(make_plan(made, (host,)), run.plan_json)
