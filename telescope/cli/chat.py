@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from telescope.cli.arguments import from_one, from_zero, whole_from_zero
@@ -240,7 +240,9 @@ async def _begin(
     role = roles[0] if roles else None
     client = StreamingClient(partner.url, partner.key, screen.show)
     around.push_async_callback(client.close)
-    name = partner.name or _choose_model(await client.list_models(), partner.url)
+    if partner.config is None:
+        partner = await _ask_about_model(partner, client, asked)
+    name = partner.name
     if asked.raw:
         return RawConversation(client, name, partner.options), client, name
     if role is not None:
@@ -256,12 +258,24 @@ async def _begin(
     return conversation, client, name
 
 
-def _choose_model(served: Sequence[str], url: str) -> str:
+async def _ask_about_model(partner: Partner, client: StreamingClient, asked: argparse.Namespace) -> Partner:
+    """The same with its model's name, and answers that are no longer than half of the room that the server says it has."""
+    from telescope.cli.chat_stream import AnswerRefused
     from telescope.cli.resume import WrongOverride
 
-    if len(served) == 1:
-        return served[0]
-    raise WrongOverride(f"{url} serves {', '.join(served) or 'no model'}: --model NAME says which one is asked")
+    try:
+        served = await client.list_models()
+    except AnswerRefused:
+        if partner.name:  # not every server has a list
+            return partner
+        raise
+    if not partner.name and len(served) != 1:
+        raise WrongOverride(f"{partner.url} serves {', '.join(served) or 'no model'}: --model NAME says which one is asked")
+    name = partner.name or next(iter(served))
+    room, options = served.get(name), partner.options
+    if asked.max_tokens is None and isinstance(room, int):
+        options = replace(options, max_tokens=min(options.max_tokens, max(1, room // 2)))
+    return replace(partner, name=name, options=options)
 
 
 def _choose_chat(partner: Partner, client: StreamingClient, name: str) -> Callable[[], Chat]:

@@ -119,8 +119,9 @@ class StreamingClient:
         """Whether the latest answer was."""
         return self._stopped
 
-    async def list_models(self) -> list[str]:
-        """Raises `ServerUnreachable` and `AnswerRefused`."""
+    async def list_models(self) -> dict[str, int | None]:
+        """By name, how many tokens each has room for, where the server says that, as vLLM does. Raises `ServerUnreachable` and
+        `AnswerRefused`."""
         import httpx
 
         try:
@@ -130,8 +131,8 @@ class StreamingClient:
         if answer.status_code != httpx.codes.OK:
             raise AnswerRefused(_describe_refusal(f"{self.url}/models", answer.status_code, answer.text))
         try:
-            return [str(model["id"]) for model in answer.json()["data"]]
-        except (ValueError, KeyError, TypeError) as error:
+            return {str(model["id"]): model.get("max_model_len") for model in answer.json()["data"]}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise AnswerRefused(f"{self.url}/models gave no list of models: {answer.text[:CAUSE_CHARACTERS]}") from error
 
     async def read(self, path: str, body: Mapping[str, Any]) -> StreamedAnswer:

@@ -53,7 +53,7 @@ class Script(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answers)
         self.answer: Pieces = lambda body: [f"turn {len(body.get('messages', ())) // 2}\n", "done"]
         self.asked: list[tuple[str, str | None, dict[str, Any]]] = []
-        self.models = ["stub"]
+        self.models: dict[str, int | None] = {"stub": None}
         self.go_on = threading.Event()
         self.go_on.set()
         self.refusal: tuple[int, str] | None = None
@@ -72,7 +72,10 @@ class Answers(BaseHTTPRequestHandler):
     server: Script
 
     def do_GET(self) -> None:
-        self.write(200, {"data": [{"id": name} for name in self.server.models]})
+        if self.server.models:
+            self.write(200, {"data": [{"id": name, "max_model_len": room} for name, room in self.server.models.items()]})
+        else:
+            self.write(404, {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -186,11 +189,14 @@ def test_refusals_have_the_servers_own_sentence(script: Script, capsys: pytest.C
     assert chat.main(["--url", script.url, "--message", "a"]) == 1
     told = capsys.readouterr().err
     assert "answered 401: this server asks for its key; --key-env VARIABLE names what holds its key" in told
-    script.models = ["one", "two"]
+    script.models = {"one": None, "two": 256}
     assert chat.main(["--url", script.url, "--message", "a"]) == 2
     assert "serves one, two: --model NAME says which one is asked" in capsys.readouterr().err
     assert chat.main(["--url", script.url, "--model", "two", "--message", "a"]) == 0
-    assert script.asked[-1][2]["model"] == "two"
+    assert (script.asked[-1][2]["model"], script.asked[-1][2]["max_tokens"]) == ("two", 128)
+    script.models = {}
+    assert chat.main(["--url", script.url, "--model", "three", "--message", "a"]) == 0
+    assert (script.asked[-1][2]["model"], script.asked[-1][2]["max_tokens"]) == ("three", 1024)
     script.shutdown()
     script.server_close()
     assert chat.main(["--url", script.url, "--message", "a"]) == 1
