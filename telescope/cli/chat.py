@@ -21,7 +21,7 @@ from telescope.cli.command_line import parse_all
 from telescope.exit_codes import DONE, ERROR
 
 if TYPE_CHECKING:
-    from telescope.cli.chat_conversation import ChatRole, Conversation
+    from telescope.cli.chat_conversation import ChatRole, ChatSession
     from telescope.cli.chat_stream import SamplingOptions, StreamingClient
     from telescope.cli.server_process import ServerProcess
     from telescope.config.run import RunConfig
@@ -229,7 +229,7 @@ def _chat(targets: Sequence[str], asked: argparse.Namespace, overrides: Sequence
 
 async def _begin(
     partner: Partner, asked: argparse.Namespace, roles: Sequence[ChatRole], screen: Screen, around: AsyncExitStack
-) -> tuple[Conversation, StreamingClient, str]:
+) -> tuple[ChatSession, StreamingClient, str]:
     """(conversation, its client, the model's name). What must be closed again goes into `around`. Raises `ServerUnreachable`,
     `AnswerRefused`, `EnvironmentBroken` and `WrongOverride`."""
     from telescope.cli.chat_conversation import ChatConversation, RawConversation
@@ -350,7 +350,7 @@ class _Answering:
     def __init__(
         self,
         runner: asyncio.Runner,
-        conversation: Conversation,
+        conversation: ChatSession,
         client: StreamingClient,
         screen: Screen,
         server: ServerProcess | None,

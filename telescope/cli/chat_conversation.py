@@ -23,7 +23,7 @@ SHOWN = 300
 """Characters of a question."""
 
 
-class Conversation(Protocol):
+class ChatSession(Protocol):
     async def answer(self, text: str) -> None:
         """Take a person's turn, and have the model answer; whoever made this shows it as it comes."""
         ...
