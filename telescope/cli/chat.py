@@ -328,8 +328,18 @@ class Screen:
 
     def __init__(self) -> None:
         self._within_line = False
+        self._is_empty = True
+
+    def begin_answer(self) -> None:
+        self._is_empty = True
+
+    def end_answer(self) -> None:
+        """Each answer ends its line, an empty one too."""
+        if self._within_line or self._is_empty:
+            self.show("\n")
 
     def show(self, piece: str) -> None:
+        self._is_empty = False
         sys.stdout.write(piece)
         sys.stdout.flush()
         self._within_line = not piece.endswith("\n")
@@ -401,8 +411,10 @@ class _Answering:
         from telescope.environments.template import TemplateError
 
         self._interrupts = 0
+        self._screen.begin_answer()
         try:
             self._runner.run(self._take_turn(text))
+            self._screen.end_answer()
         except ContextFull as error:
             return f"{error}. {NEW} begins another dialogue"
         except AnswerStopped:

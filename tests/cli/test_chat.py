@@ -138,6 +138,12 @@ def test_each_turn_is_told_what_was_said_before(script: Script, capsys: pytest.C
     assert "top_p" not in body
 
 
+def test_an_empty_answer_is_an_empty_line(script: Script, capsys: pytest.CaptureFixture[str]):
+    script.answer = lambda body: [""] if len(body["messages"]) == 1 else ["b"]
+    assert chat.main(["--url", script.url, "--message", "a", "--message", "b"]) == 0
+    assert capsys.readouterr().out == "\nb\n"
+
+
 def test_what_comes_on_stdin_is_one_message(
     script: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -250,7 +250,7 @@ def test_a_server_that_does_not_come_says_why(stub: Path, monkeypatch: pytest.Mo
 def test_a_server_that_hangs_is_not_waited_for_without_end(stub: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("STUB", "hang")
     monkeypatch.setattr(server_process, "LATE_S", 0.5)
-    with started("cluster.placement_timeout_s=1") as server, pytest.raises(ServerProcessEnded, match="within 1.5 s"):
+    with started("cluster.placement_timeout_s=1") as server, pytest.raises(ServerProcessEnded, match=r"within 1\.5 s"):
         server.wait_until_ready()
 
 
