@@ -104,7 +104,8 @@ class ChatConversation:
         self._chat, self._begun, self._unsaid = self._open_chat(), False, ()
 
     async def close(self) -> None:
-        tools, state, self._state = self._role and self._role.tools, self._state, None
+        tools = None if self._role is None else self._role.tools
+        state, self._state = self._state, None
         if tools is not None and state is not None:
             await tools.run_end_state(state)
 
