@@ -25,6 +25,8 @@ COMMANDS = {
     "run": CliCommand("telescope.cli.run", "train: compose, check, start and watch a run, or a sweep with -m"),
     "check": CliCommand("telescope.cli.check", "say what is wrong with a command line, and start nothing"),
     "eval": CliCommand("telescope.cli.eval", "evals of a run's checkpoints, a model or a URL; compare two results"),
+    "chat": CliCommand("telescope.cli.chat", "talk to a checkpoint, a model or a URL, with an environment's tools if asked"),
+    "serve": CliCommand("telescope.cli.serve", "an OpenAI-compatible server of a checkpoint, a model or adapters"),
     "plan": CliCommand("telescope.cli.plan", "what a run would be: steps, staleness, processes, memory, times"),
     "runs": CliCommand("telescope.cli.runs", "list runs, follow one's log, stop one, go on with one"),
     "show": CliCommand("telescope.cli.show.main", "what a run has learnt, why it may not, and what to try next"),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -172,6 +172,14 @@ def _explain_absence(message: Mapping[str, Any], reason: object) -> str:
     return f"its content is null (finish_reason {reason})"
 
 
+class TextServer(Protocol):
+    """Who answers a text dialogue; see `ChatCompletions.ask`."""
+
+    async def ask(
+        self, messages: Sequence[Mapping[str, Any]], sampling: Sampling, deadline: float = math.inf
+    ) -> tuple[str, FinishReason, int, int]: ...
+
+
 MakeSampling = Callable[[int, int | None], Sampling]
 """(turn, lower limit of this answer) -> how it is sampled."""
 
@@ -179,9 +187,7 @@ MakeSampling = Callable[[int, int | None], Sampling]
 class _TextRecord(DialogueRecord):
     """With the server that is asked, and until when."""
 
-    def __init__(
-        self, server: ChatCompletions, make_sampling: MakeSampling, closed: Callable[[], None], timeout_s: float
-    ) -> None:
+    def __init__(self, server: TextServer, make_sampling: MakeSampling, closed: Callable[[], None], timeout_s: float) -> None:
         super().__init__(closed)
         self.server, self.make_sampling = server, make_sampling
         self.deadline = time.monotonic() + timeout_s
@@ -280,7 +286,7 @@ class TextChat(TextDialogue):
 
     def __init__(
         self,
-        server: ChatCompletions,
+        server: TextServer,
         make_sampling: MakeSampling,
         closed: Callable[[], None] = lambda: None,
         timeout_s: float = math.inf,
