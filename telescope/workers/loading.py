@@ -26,6 +26,7 @@ from telescope.config import plugins
 from telescope.config.run import RunConfig, keep_references
 from telescope.config.secrets import find_references, secret_values
 from telescope.environments.base import Environment, Prompt
+from telescope.environments.questions.rows import NoRows
 from telescope.environments.validate import (
     describe_not_awaitable,
     find_class_mistake,
@@ -127,6 +128,8 @@ def _broken_by_name(config: RunConfig, label: str) -> Iterator[type[Environment]
     place = f"{place} in {inspect.getfile(kind)}"
     try:
         yield kind
+    except NoRows as error:  # a whole sentence about the user's data, which no file of code would explain
+        raise EnvironmentBroken(f"{entry_name}: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         setting = ".".join(map(str, first["loc"]))
