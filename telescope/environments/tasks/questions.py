@@ -317,9 +317,10 @@ class Questions(SingleTurn):
             except NoRows as error:
                 if self.held_out is not None:
                     raise
+                different = len(set(map(identify_question, whole)))
                 raise NoRows(
-                    f"{self.path} has {len(set(map(identify_question, whole)))} different questions, too few to hold some out for "
-                    "evals and train on the rest: give more, or set held_out=0 or eval_path"
+                    f"{self.path} has {different} different questions, too few to hold some out for evals and train on the "
+                    "rest: give more, or set held_out=0 or eval_path"
                 ) from error
             return {"train": tuple(train), "eval": tuple(drawn)}
         return {"train": self._leave_out(whole, held_out), "eval": held_out}
