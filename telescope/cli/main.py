@@ -66,8 +66,8 @@ def _print_all(act: Callable[[], int], name: str, arguments: Sequence[str]) -> i
             printed = sys.stdout
             code = act()
     except (OSError, SystemExit) as error:
-        lost = isinstance(printed, RedactedStream) and printed.failure is not None
-        if not lost or (isinstance(error, OSError) and error is not printed.failure):
+        failure = printed.failure if isinstance(printed, RedactedStream) else None
+        if failure is None or (isinstance(error, OSError) and error is not failure):
             raise
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 0
     if isinstance(printed, RedactedStream) and printed.failure is not None:
