@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from telescope.cli.show.curves import NumberCurve, make_curve
+from telescope.cli.show.curves import NumberCurve, bound, make_curve
 from telescope.config.redacted_output import hide_variables
 from telescope.config.secrets import find_references
 from telescope.flow.group_lifecycle import OFF_POLICY
@@ -637,8 +637,11 @@ def _metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(row: Mapping[str, Any], name: str, otherwise: float | None = None) -> float | None:
+    """Within what can be computed with (`bound`)."""
     value = row.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) else otherwise
+    return (
+        bound(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) else otherwise
+    )
 
 
 def _whole(row: Mapping[str, Any], name: str) -> int | None:
