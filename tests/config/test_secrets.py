@@ -160,15 +160,24 @@ def test_a_reference_in_free_text_stays_whatever_its_name_whole_or_embedded(comp
 
 @pytest.mark.parametrize("given", ["note=${oc.env:PGPASSWORD}", "judge={url: 'http://me:${oc.env:PGPASSWORD}@host'}"])
 def test_an_eval_of_its_own_keeps_references_as_an_environment_does(compose_leak, monkeypatch, given):
-    evals = "+evals.mine.environment=leak", f"+evals.mine.kwargs.{given}"
-    for overrides in (evals, ("+evals.leak.every=5", f"+evals.leak.kwargs.{given}")):  # which names it by its own name
-        point = compose_leak(*overrides)
-        assert not sentences(point)
-        assert "s3cr3t" not in dump_run(point.config) + as_yaml(point.config)
-        assert find_references(json.loads(dump_run(point.config))) == {"PGPASSWORD"}
-    config = compose_leak(*evals).config
+    evals = "+evals.mine.environment=leak", f"+evals.mine.kwargs.{given}", "+evals.mine.kwargs.folder=/"
+    point = compose_leak(*evals)
+    assert not sentences(point)
+    assert "s3cr3t" not in dump_run(point.config) + as_yaml(point.config)
+    assert find_references(json.loads(dump_run(point.config))) == {"PGPASSWORD"}
     monkeypatch.setenv("PGPASSWORD", PASSWORD["PGPASSWORD"])
-    assert "s3cr3t" in config.environment("mine").model_dump_json()
+    assert "s3cr3t" in point.config.environment("mine").model_dump_json()
+
+
+def test_a_typed_setting_of_an_eval_is_recorded_and_text_is_not():
+    place = ("evals", "mine", "kwargs")
+    for entry in ({"environment": "countdown"}, None):
+        container = {"evals": {"mine": entry, "countdown": {}}}
+        label = "mine" if entry else "countdown"
+        assert not is_free_text((place[0], label, place[2], "num_train"), container)
+    assert is_free_text((*place, "x"), {"evals": {"mine": {"environment": "not_there"}}})
+    assert not is_free_text(("evals", "mine", "environment"), {})
+    assert not is_free_text(("model", "name"), {})
 
 
 def list_fields(kind: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[Settings], str]]:

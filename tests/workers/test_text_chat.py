@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import gzip
 import json
@@ -11,15 +12,22 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from telescope.cli.chat_stream import ServerUnreachable, StreamingClient
+from telescope.config.redaction import REDACTED
+from telescope.config.run import RunConfig
 from telescope.config.sections import RemoteServer
 from telescope.environments.base import KnowsTemplate
 from telescope.environments.chat import ChatError
 from telescope.environments.http_client import MAX_BODY_BYTES, open_client
-from telescope.records import Sampling
+from telescope.records import PromptRef, RolloutOrder, Sampling
+from telescope.wire.messages import RolloutResult
 from telescope.workers import text_chat
+from telescope.workers.loading import load_environments
+from telescope.workers.play import PlayLimits, play
+from telescope.workers.prompt_cache import PromptCache
 from telescope.workers.text_chat import ChatCompletions, RemoteFailed, TextChat
 
 SERVER = RemoteServer(url="http://host/v1/", model="some/model")
@@ -293,3 +301,33 @@ async def test_no_proxy_sees_a_key_in_plain_text(monkeypatch: pytest.MonkeyPatch
     await talked.close()
     proxy.close()
     assert len(heads) == 1
+
+
+async def test_a_key_that_the_server_quotes_is_in_no_row(monkeypatch: pytest.MonkeyPatch):
+    key = 'S3CRET"VALUE-three'
+    monkeypatch.setenv("WHERE_IT_IS", key)  # not a secret by its name
+    remote = {"url": "http://host/v1", "model": "m", "api_key": "${oc.env:WHERE_IT_IS}"}
+    content = {
+        "environments": {"countdown": {"name": "countdown"}},
+        "evals": {"countdown": {}},
+        "inference": {"engine": "remote", "remote": remote},
+        "cluster": {"trainer_num_workers": 0},
+        "algorithm": {"name": "grpo"},
+        "backend": {"name": "fsdp"},
+    }
+    config = RunConfig.model_validate_json(json.dumps(content), context={"resolved": True})
+    forms = key, json.dumps({"k": key}), base64.b64encode(f"Bearer {key}".encode()).decode()
+
+    def quote(request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == f"Bearer {key}"
+        return answer(" ".join(forms))
+
+    assert config.inference.remote is not None
+    client, environment = client_with(quote, config.inference.remote), load_environments(config)["countdown"]
+    order = RolloutOrder(0, 0, 0, 0, PromptRef("countdown", "eval", 0), 11)
+    limits = PlayLimits.from_config(config)
+    result, _ = await play(order, environment, PromptCache(None), limits, None, remote=client)  # type: ignore[arg-type]
+    assert isinstance(result, RolloutResult)
+    row = msgspec.json.encode(result).decode()
+    assert REDACTED in result.completion_text
+    assert not any(part in row for part in ("S3CRET", "VALUE-three", forms[2][12:-4]))
