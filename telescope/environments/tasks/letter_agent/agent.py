@@ -22,9 +22,8 @@ def ask_by_sdk(messages: list[dict[str, str]]) -> str:
     from openai import DefaultHttpxClient, OpenAI
 
     # No proxy of the environment's: the address is this machine's own.
-    said = OpenAI(timeout=ANSWER_S, http_client=DefaultHttpxClient(trust_env=False)).chat.completions.create(
-        model=os.environ["OPENAI_MODEL"], messages=messages
-    )  # type: ignore[arg-type]
+    client = OpenAI(timeout=ANSWER_S, http_client=DefaultHttpxClient(trust_env=False))
+    said = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)  # type: ignore[arg-type]
     return said.choices[0].message.content or ""
 
 
