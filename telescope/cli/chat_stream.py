@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from telescope.environments.chat import Sampled
+from telescope.environments.http_client import BodyRefused, open_client, read_body, read_lines
 from telescope.records import FinishReason, Sampling
 
 CONNECT_S = 10.0
@@ -95,10 +95,8 @@ class StreamingClient:
     def __init__(self, url: str, key: str | None, show: Callable[[str], None]) -> None:
         import httpx
 
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every request
         self.url, self.show = url.rstrip("/"), show
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S))
+        self._http = open_client(url, key, timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S))
         self._reading: asyncio.Task[None] | None = None
         self._stopped = False
         self._limit_name = LIMIT
@@ -125,15 +123,19 @@ class StreamingClient:
         import httpx
 
         try:
-            answer = await self._http.get(f"{self.url}/models", timeout=CONNECT_S)
+            async with self._http.stream("GET", f"{self.url}/models", timeout=CONNECT_S) as response:
+                status, body = response.status_code, await read_body(response)
+        except BodyRefused as error:
+            raise AnswerRefused(f"{self.url}/models: {error}") from error
         except httpx.HTTPError as error:
             raise ServerUnreachable(f"{self.url} does not answer ({str(error) or type(error).__name__})") from error
-        if answer.status_code != httpx.codes.OK:
-            raise AnswerRefused(_describe_refusal(f"{self.url}/models", answer.status_code, answer.text))
+        said = body.decode("utf-8", "replace")
+        if status != httpx.codes.OK:
+            raise AnswerRefused(_describe_refusal(f"{self.url}/models", status, said))
         try:
-            return {str(model["id"]): model.get("max_model_len") for model in answer.json()["data"]}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise AnswerRefused(f"{self.url}/models gave no list of models: {answer.text[:CAUSE_CHARACTERS]}") from error
+            return {str(model["id"]): model.get("max_model_len") for model in json.loads(said)["data"]}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise AnswerRefused(f"{self.url}/models gave no list of models: {said[:CAUSE_CHARACTERS]}") from error
 
     async def read(self, path: str, body: Mapping[str, Any]) -> StreamedAnswer:
         """The whole answer to a request, or what had come when it was stopped. Raises `AnswerRefused`, `ServerUnreachable`, and
@@ -159,6 +161,8 @@ class StreamingClient:
             async for choice in self._stream(path, body):
                 if text := answer.add(choice):
                     self.show(text)
+        except BodyRefused as error:
+            raise AnswerRefused(f"{self.url}{path}: {error}") from error
         except httpx.HTTPError as error:
             raise ServerUnreachable(f"{self.url} does not answer ({str(error) or type(error).__name__})") from error
 
@@ -169,10 +173,10 @@ class StreamingClient:
             asked = {self._limit_name if name == LIMIT else name: value for name, value in body.items()}
             async with self._http.stream("POST", url, json={**asked, "stream": True}) as response:
                 if response.status_code == 200:
-                    async for choice in _read_events(url, response.aiter_lines()):
+                    async for choice in _read_events(url, read_lines(response)):
                         yield choice
                     return
-                said = (await response.aread()).decode("utf-8", "replace")
+                said = (await read_body(response)).decode("utf-8", "replace")
                 renames = response.status_code in REFUSED_LIMIT and OTHER_LIMIT in said
                 if self._limit_name == OTHER_LIMIT or not renames:
                     raise AnswerRefused(_describe_refusal(url, response.status_code, said))

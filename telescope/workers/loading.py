@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from telescope.config import plugins
-from telescope.config.run import RunConfig, keep_references
+from telescope.config.run import RunConfig, as_json, keep_references
 from telescope.config.secrets import find_references, secret_values
 from telescope.environments.base import Environment, Prompt
 from telescope.environments.questions.rows import NoRows
@@ -54,7 +54,7 @@ class LoadedEnvironment:
     prompts: dict[str, Sequence[Prompt]]
     card: EnvironmentCard
     secrets: frozenset[str] = frozenset()
-    """Values that must not reach the run directory."""
+    """Values that must not reach the run directory: of all variables that the run's settings refer to, wherever they do."""
     set_up_timeout_s: float = 300.0
     tear_down_timeout_s: float = 10.0
     temperature: float | None = None
@@ -98,8 +98,7 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
         if not prompts.get("train"):
             raise ValueError("it has no prompts in its train split")
         _refuse(find_class_mistake(kind))
-        referring = [*(other.kwargs for other in config.played.values()), config.cluster.env]
-        secrets = secret_values(os.environ, referring)
+        secrets = secret_values(os.environ, as_json(config))
         card = make_card(label, environment, prompts, entry.kwargs)
         return LoadedEnvironment(
             label,

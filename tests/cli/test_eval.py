@@ -420,9 +420,11 @@ def test_a_key_goes_where_it_is_meant_to(monkeypatch: pytest.MonkeyPatch):
     reference = "${oc.env:OPENAI_API_KEY}"
     assert key_of("https://host:1/v1") == (reference, "The key in OPENAI_API_KEY is sent to host:1.")
     assert key_of("http://127.0.0.1:1/v1")[0] == reference
-    unsent, said = key_of("http://host/v1")
-    assert unsent is None
-    assert "OPENAI_API_KEY is not sent in plain text" in said
+    assert key_of("http://[::1]:1/v1")[0] == reference
+    for other in ("host", "127.evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "[::ffff:8.8.8.8]", "127.1"):
+        unsent, said = key_of(f"http://{other}/v1")
+        assert unsent is None
+        assert "OPENAI_API_KEY is not sent in plain text" in said
     sent, said = key_of("http://host/v1", "OPENAI_API_KEY")
     assert sent == reference
     assert "in plain text: who sees the network can read it" in said
