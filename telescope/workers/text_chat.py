@@ -50,7 +50,7 @@ class RemoteFailed(ChatError):
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _RemoteAnswer:
     status_code: int
     headers: Mapping[str, str]
     body: bytes
@@ -116,7 +116,7 @@ class ChatCompletions:
             body["stop"] = list(sampling.stop)
         return body
 
-    async def _post(self, url: str, body: dict[str, Any]) -> _Answer:
+    async def _post(self, url: str, body: dict[str, Any]) -> _RemoteAnswer:
         """Where the server wants the limit under its other name, the body has that from then on, and so have later ones."""
         try:
             answer = await self._post_once(url, body)
@@ -130,12 +130,12 @@ class ChatCompletions:
             raise RemoteFailed(f"{url}: {str(error) or type(error).__name__}") from error
         return answer
 
-    async def _post_once(self, url: str, body: Mapping[str, Any]) -> _Answer:
+    async def _post_once(self, url: str, body: Mapping[str, Any]) -> _RemoteAnswer:
         async with self._client.stream("POST", url, json=body) as response:
             said = await read_body(response)
-            return _Answer(response.status_code, response.headers, said)
+            return _RemoteAnswer(response.status_code, response.headers, said)
 
-    def _note_refusal(self, url: str, answer: _Answer) -> None:
+    def _note_refusal(self, url: str, answer: _RemoteAnswer) -> None:
         """401 is of the key; 403 too, unless others were answered: some servers refuse single requests with it."""
         refused = answer.status_code == httpx.codes.UNAUTHORIZED
         if refused or (answer.status_code == httpx.codes.FORBIDDEN and not self._has_answered):
@@ -144,11 +144,11 @@ class ChatCompletions:
             self.refusal = f"{_describe_refusal(url, answer)}: {key}; --key-env VARIABLE names what holds the right one"
 
 
-def _describe_refusal(url: str, answer: _Answer) -> str:
+def _describe_refusal(url: str, answer: _RemoteAnswer) -> str:
     return f"{url} answered {answer.status_code}: {answer.text[:CAUSE_CHARACTERS]}"
 
 
-def _read_retry_after(answer: _Answer) -> float:
+def _read_retry_after(answer: _RemoteAnswer) -> float:
     """Seconds until it may be asked again; 0 where it does not say, or says at once."""
     said = answer.headers.get("Retry-After", "").strip()
     try:
@@ -161,7 +161,7 @@ def _read_retry_after(answer: _Answer) -> float:
     return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
-def _read(url: str, answer: _Answer, max_tokens: int) -> tuple[str, FinishReason, int, int]:
+def _read(url: str, answer: _RemoteAnswer, max_tokens: int) -> tuple[str, FinishReason, int, int]:
     try:
         body = json.loads(answer.body)
         choice, usage = body["choices"][0], body.get("usage") or {}

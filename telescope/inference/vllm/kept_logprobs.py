@@ -28,7 +28,7 @@ ENDED_BYTES = 256 * 2**20
 
 
 @dataclass
-class _Piece:
+class _KeptPart:
     """Log-probs of the tokens from position `first` on, once `ready`."""
 
     first: int
@@ -49,7 +49,7 @@ class _Live:
     row: int
     first: int
     last: int
-    before: list[_Piece]
+    before: list[_KeptPart]
 
 
 class KeptLogprobs:
@@ -63,7 +63,7 @@ class KeptLogprobs:
         self.values = torch.full((rows, positions + 1), torch.nan, dtype=torch.float32, device=device)
         self.nowhere = positions
         self._live: dict[str, _Live] = {}
-        self._ended: OrderedDict[str, list[_Piece]] = OrderedDict()
+        self._ended: OrderedDict[str, list[_KeptPart]] = OrderedDict()
         self._held = 0
         self._taken: set[str] = set()
         """Those of whom all was taken while they still had a row."""
@@ -119,32 +119,32 @@ class KeptLogprobs:
             taken[place : place + len(found)] = found
         return taken
 
-    def _copied(self, live: _Live, stream: Any) -> _Piece:
+    def _copied(self, live: _Live, stream: Any) -> _KeptPart:
         """`stream`: another one than the model's; the copy does not wait for the step that is under way."""
         row = self.values[live.row, live.first : live.last]
         if self._aside is None:
-            return _Piece(live.first, row.clone(), None)
+            return _KeptPart(live.first, row.clone(), None)
         with torch.cuda.stream(stream):
             host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
             host.copy_(row, non_blocking=True)
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
             ready.record()
-        return _Piece(live.first, host, ready)
+        return _KeptPart(live.first, host, ready)
 
-    def _keep(self, name: str, pieces: list[_Piece]) -> None:
+    def _keep(self, name: str, pieces: list[_KeptPart]) -> None:
         self._ended[name] = pieces
         self._held += _nbytes(pieces)
         while self._held > ENDED_BYTES and len(self._ended) > 1:
             _, dropped = self._ended.popitem(last=False)
             self._held -= _nbytes(dropped)
 
-    def _forget(self, name: str) -> list[_Piece]:
+    def _forget(self, name: str) -> list[_KeptPart]:
         pieces = self._ended.pop(name, [])
         self._held -= _nbytes(pieces)
         return pieces
 
 
-def _nbytes(pieces: list[_Piece]) -> int:
+def _nbytes(pieces: list[_KeptPart]) -> int:
     return sum(piece.values.nbytes for piece in pieces)
 
 
