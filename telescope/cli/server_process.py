@@ -13,7 +13,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from types import TracebackType
 
@@ -203,12 +203,19 @@ class ServerProcess:
             with contextlib.suppress(BlockingIOError):
                 os.write(self._note_end, b"!")
 
-        before = {number: signal.signal(number, note) for number in INTERRUPTS}
-        try:
+        with _answered_by(note):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _answered_by(hear: Callable[[int, object], None]) -> Iterator[None]:
+    """Within, `hear` is called for INT, TERM and HUP; in the main thread."""
+    before = {number: signal.signal(number, hear) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -219,12 +226,8 @@ def raise_on_signals() -> Iterator[None]:
     def leave(number: int, _: object) -> None:
         raise Interrupted(number)
 
-    before = {number: signal.signal(number, leave) for number in INTERRUPTS}
-    try:
+    with _answered_by(leave):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def write_curl(url: str, name: str, key_env: str | None, *, chat: bool) -> str:
