@@ -210,7 +210,7 @@ def main() -> int:
 def only_late(said: str) -> list[str]:
     """The tests that failed by pytest's summary `said`, where all of them ran out of time; otherwise none."""
     failed = re.findall(r"^(?:FAILED|ERROR) (tests/\S.*?)(?: - (.*))?$", said, re.MULTILINE)
-    late = [test for test, cause in failed if re.match(r"Failed: Timeout|TimeoutError\b", cause)]
+    late = [test for test, cause in failed if re.match(r"Failed: Timeout|TimeoutError\b|subprocess\.TimeoutExpired\b", cause)]
     return late if len(late) == len(failed) else []
 
 
