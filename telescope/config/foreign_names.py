@@ -89,9 +89,8 @@ NAMES: dict[str, str] = {
         (
             *("megatron_global_batch_size", "megatron_disable_unified_memory_jit"),
             *("megatron_optimizer_cpu_offload", "megatron_optimizer_offload_fraction", "megatron_main_grads_dtype"),
-            *("megatron_overlap_cpu_optimizer_d2h_h2d", "megatron_use_precision_aware_optimizer", "megatron_fp8"),
+            *("megatron_overlap_cpu_optimizer_d2h_h2d", "megatron_use_precision_aware_optimizer"),
             *("megatron_main_params_dtype", "megatron_exp_avg_dtype", "megatron_exp_avg_sq_dtype"),
-            "megatron_use_transformer_engine",
         ),
         _LATER,
     ),
@@ -99,7 +98,7 @@ NAMES: dict[str, str] = {
         f"megatron_{name}": f"backend.{name}"
         for name in (
             *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size"),
-            "grad_reduce_in_fp32",
+            *("grad_reduce_in_fp32", "use_transformer_engine", "fp8"),
             *("gradient_checkpointing", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce"),
         )
     },
