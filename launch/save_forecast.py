@@ -59,5 +59,6 @@ def _warn(config: RunConfig, nbytes: SaveBytes, speed: float | None, directory: 
     if (stopped := nbytes.of(saves.stopped)) > free:
         return [f"{room}: {weights_alone}. Free some, or {elsewhere}"]
     if saves.gives_way and speed and stopped / speed > limit_s:
-        return [f"Warning: a stop has {limit_s:g} s for its save: {weights_alone}. Raise checkpoint.stop_timeout_s"]
+        settings = "checkpoint.stop_timeout_s" + (" and cluster.slurm.stop_before_s" if config.cluster.slurm else "")
+        return [f"Warning: a stop has {limit_s:g} s for its step and its save: {weights_alone}. Raise {settings}"]
     return []

@@ -18,6 +18,7 @@ from typing import NoReturn
 from telescope._launch import prepare_attempt
 from telescope._launch.causes import FailureCause
 from telescope._launch.hosts.address import NoAddress, find_interface, find_local_address, is_own_address, resolve_address
+from telescope._launch.next_commands import list_next_lines
 from telescope._launch.preflight import refuse
 from telescope._launch.process_environment import read_own_environment
 from telescope._launch.process_plan import PlanError, ProcessPlan, make_plan, write_plan
@@ -91,6 +92,8 @@ def run(run_dir: str) -> None:
     attempts.end(directory, attempt, outcome.why, concluded.code, requeued=outcome.next != "leave")
     if outcome.next in ("requeue", "await"):
         _go_again(allocation.job_id, at_once=outcome.next == "requeue")
+    for line in list_next_lines(config, concluded.code):
+        log.info("%s", line)
     raise SystemExit(concluded.code)
 
 

@@ -34,7 +34,7 @@ from telescope.cli.start import (
 from telescope.cli.submitting import submit_all
 from telescope.config.redacted_output import redact_output
 from telescope.config.secrets import find_references
-from telescope.exit_codes import BY_SIGNAL
+from telescope.exit_codes import BY_SIGNAL, STOPS
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import look
 
@@ -116,7 +116,7 @@ def _act(arguments: Sequence[str]) -> int:
         return USAGE
     code = _run_all(points, arguments, sweep)
     if sweep is not None and sweep.results:
-        say(sweep.table(unsaved=_leaves_unsaved(points)))
+        say(sweep.table())
     return code
 
 
@@ -129,18 +129,18 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
     if asked.cfg or asked.info:
         option = "--cfg" if asked.cfg else "--info"
         raise UsageError(f"{option} shows points that are known; those of hydra/sweeper are chosen while the sweep goes on")
-    sweep, code, unsaved = _sweep(asked), OK, False
+    sweep, code = _sweep(asked), OK
 
     def launch(points: Sequence[Point]) -> list[float | None]:
-        nonlocal code, unsaved
+        nonlocal code
         if any(point.config is not None and point.config.cluster.slurm is not None for point in points):
             raise UsageError(
                 "hydra/sweeper chooses points from results, and Slurm's come when the job ends: leave one of them out"
             )
-        done, unsaved = len(sweep.results), unsaved or _leaves_unsaved(points)
+        done = len(sweep.results)
         code = _run_all(points, arguments, sweep) or code
         results = sweep.results[done:]
-        if len(results) < len(points) or code in BY_SIGNAL:
+        if len(results) < len(points) or code in STOPS:
             raise SweepStopped
         return [None if result.failed else result.value for result in results]
 
@@ -154,7 +154,7 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
     except SweepStopped:
         say("The sweep ends here.")
     if sweep.results:
-        say(sweep.table(unsaved=unsaved))
+        say(sweep.table())
     return code
 
 
@@ -215,10 +215,13 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
         return submit_all(orders, sweep, points)
     failed = OK
     for order, point in zip(orders, points, strict=True):
-        code = join_run(order) if order.standing.rank else run_one(order)
+        kept_by_sweep = sweep is not None and _leaves_saves_to_sweep(order.config)
+        code = join_run(order) if order.standing.rank else run_one(order, kept_by_sweep=kept_by_sweep)
         failed = failed or code
         if sweep is not None:
-            sweep.ended(point.overrides, Path(str(order.config.run_dir)), code, point.swept)
+            result = sweep.ended(point.overrides, Path(str(order.config.run_dir)), code, point.swept)
+            if kept_by_sweep:
+                sweep.keep_best(result)
         if code in BY_SIGNAL or _interrupted(order):
             break
     return failed
@@ -271,23 +274,22 @@ def _interrupted(order: RunOrder) -> bool:
 
 
 def _as_point(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:
-    """What a sweep changes in its points, unless the user has said otherwise: they are one group in W&B, and save nothing at
-    their ends, as most of them are there to be compared."""
+    """What a sweep changes in its points, unless the user has said otherwise: they are one group in W&B, and save nothing where
+    nobody would delete all weights but the best."""
     changed: dict[str, object] = {}
-    if sweep is not None and config.logging.wandb_group is None:
+    if sweep is None:
+        return changed
+    if config.logging.wandb_group is None:
         changed["logging"] = config.logging.model_copy(update={"wandb_group": sweep.name})
-    if sweep is not None and _is_left_unsaved(config):
+    if _leaves_saves_to_sweep(config) and (config.cluster.slurm is not None or not sweep.knows_best):
         changed["checkpoint"] = config.checkpoint.model_copy(update={"at_end": "none"})
     return changed
 
 
-def _is_left_unsaved(config: RunConfig) -> bool:
-    """Whether the point of a sweep would be saved at its end if it was a run by itself."""
-    return config.checkpoint.at_end == "auto" and not config.checkpoint.every and config.end_saves.any
-
-
-def _leaves_unsaved(points: Sequence[Point]) -> bool:
-    return any(point.config is not None and _is_left_unsaved(point.config) for point in points)
+def _leaves_saves_to_sweep(config: RunConfig) -> bool:
+    """Whether the point of a sweep is saved at its end though the user has said nothing of checkpoints."""
+    checkpoint = config.checkpoint
+    return checkpoint.at_end == "auto" and not checkpoint.every and checkpoint.dir is None and config.end_saves.any
 
 
 def _sweep(asked: argparse.Namespace) -> Sweep:

@@ -138,8 +138,10 @@ def _choose_step(run: RunDirectory, trained: RunConfig, given: str | None, goes_
     if given is None or given == LATEST:
         if there:
             return there[-1]
-        saves = trained.checkpoint.every
-        why = f"it saves one every {saves} steps (checkpoint.every)" if saves else "it saves none (checkpoint.every=0)"
+        if every := trained.checkpoint.every:
+            why = f"it saves one every {every} steps (checkpoint.every)"
+        else:
+            why = "it saves one at its end (checkpoint.at_end)" if trained.saves else "it saves none (checkpoint.at_end)"
         meanwhile = f"; `telescope servers {run.path}` says where its own servers answer meanwhile" if goes_on else ""
         raise TargetRefused(
             f"{run.path} has no checkpoint to serve: {why}{meanwhile}. --step 0 takes the model that it began with; `telescope "

@@ -132,9 +132,13 @@ def too_long_for_its_model(config: RunConfig) -> str:
 
 
 @unblock_output()
-def run_one(order: RunOrder) -> int:
+def run_one(order: RunOrder, *, kept_by_sweep: bool = False) -> int:
     """Make the run directory, write what was resolved, and let this machine's supervisor start and watch the processes; again
-    from the latest checkpoint where a part of the run has died and the attempt has come further than the one before."""
+    from the latest checkpoint where a part of the run has died and the attempt has come further than the one before.
+    `kept_by_sweep`: a sweep keeps what the run has saved, or deletes it: when it is done the sweep's table says what comes
+    next."""
+    from telescope._launch.next_commands import list_next_lines
+
     code = _attempt(order)
     for _ in range(order.config.checkpoint.max_restarts):
         again = None if code is None else _after_failure(order, code)
@@ -144,16 +148,9 @@ def run_one(order: RunOrder) -> int:
         order, code = again, _attempt(again)
     if code is None:
         return CONFIG_ERROR
-    for line in _list_next_lines(order.config, code):
+    for line in () if kept_by_sweep and code == DONE else list_next_lines(order.config, code):
         say(line)
     return code
-
-
-def _list_next_lines(config: RunConfig, code: int) -> list[str]:
-    from telescope._launch.next_commands import list_next_lines
-    from telescope.cli.main import COMMANDS
-
-    return list_next_lines(config, code, COMMANDS)
 
 
 def _after_failure(order: RunOrder, code: int) -> RunOrder | None:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -85,6 +86,7 @@ class Sweep:
     def __init__(self, folder: Path, objective: str = OBJECTIVE) -> None:
         self.folder, self.objective = folder, objective
         self.results: list[SweepResult] = []
+        self._kept: SweepResult | None = None
 
     @classmethod
     def load(cls, folder: Path) -> Sweep:
@@ -141,9 +143,26 @@ class Sweep:
         number = len(self.results)
         self._take(SweepResult(number, tuple(overrides), str(run_dir), exit_code, reason, swept=tuple(swept)))
 
-    def table(self, *, unsaved: bool = False) -> str:
-        """Every point in a line, with what was swept; then the failures with their reasons, the line by which weights are kept
-        where the points were left `unsaved`, and where the results lie."""
+    @property
+    def knows_best(self) -> bool:
+        """A reward is better the higher it is; of another objective nobody has said which way."""
+        return self.objective == OBJECTIVE
+
+    def keep_best(self, result: SweepResult) -> None:
+        """Of the points given here that have ended well, delete the weights of all but the best."""
+        if result.failed or result.value is None:
+            return
+        best = self._kept
+        if best is None or best.value is None or result.value > best.value:
+            worse, self._kept = best, result
+        else:
+            worse = result
+        if worse is not None:
+            shutil.rmtree(RunDirectory(Path(worse.run_dir)).checkpoints, ignore_errors=True)
+
+    def table(self) -> str:
+        """Every point in a line, with what was swept; then the failures with their reasons, whose weights are kept, and where
+        the results lie."""
         lines = [f"{'point':>5}  {'exit':>4}  {self.objective:>18}  swept"]
         lines += [
             f"{result.point:>5}  {_shown(result.exit_code):>4}  {_shown(result.value):>18}  "
@@ -160,18 +179,12 @@ class Sweep:
         if failures:
             lines.append(f"{len(failures)} of {len(self.results)} points failed:")
             lines += [f"  {result.point}: {shown(result.reason)} ({result.run_dir})" for result in failures]
-        if unsaved and (best := self._find_best()) is not None:
-            again = shlex.join(one for one in best.overrides if not one.startswith("run_dir="))
+        if self._kept is not None:
             lines.append(
-                "The points of a sweep save no weights, unless checkpoint.at_end=weights is given. To train the best of them, "
-                f"point {best.point}, again and save it: telescope run {again} checkpoint.at_end=weights"
+                f"The weights of the best point, {self._kept.point}, are kept (checkpoint.at_end=weights keeps all): python -m "
+                f"telescope export latest --run-dir {shlex.quote(self._kept.run_dir)} --to my-model"
             )
         return "\n".join([*lines, f"Results: {self.file}"])
-
-    def _find_best(self) -> SweepResult | None:
-        """By the reward; of another objective nobody has said which way is better."""
-        ended = [result for result in self.results if result.value is not None and not result.failed]
-        return max(ended, key=lambda result: result.value or 0.0, default=None) if self.objective == OBJECTIVE else None
 
     @property
     def file(self) -> Path:

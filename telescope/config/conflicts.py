@@ -535,7 +535,7 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
             "kept then: set checkpoint.keep_last=2, say, or leave it out",
         )
     slurm = config.cluster.slurm
-    if checkpoint.every and slurm is not None and checkpoint.stop_timeout_s > slurm.save_s:
+    if checkpoint.every and config.end_saves.any and slurm is not None and checkpoint.stop_timeout_s > slurm.save_s:
         yield Conflict(
             ("checkpoint.stop_timeout_s", "cluster.slurm.stop_before_s"),
             f"checkpoint.stop_timeout_s={checkpoint.stop_timeout_s:g} does not fit before the walltime: of "

@@ -458,13 +458,15 @@ class CheckpointSettings(Settings):
     """Save a checkpoint after each so many steps; false or 0: only as checkpoint.at_end says."""
     at_end: Literal["auto", "weights", "state", "none"] = "auto"
     """What is saved after the last step, and when the run is asked to stop. auto: with checkpoint.every what each checkpoint
-    has; else the weights after the last step, and at a stop the training state, or the weights where that does not fit; of a
-    sweep's points nothing. weights: the weights alone; state: all that a run goes on from; none: nothing."""
+    has; else the weights after the last step (a sweep keeps those of its best point, one in Slurm none), and at a stop the
+    training state, or the weights where that does not fit. weights: the weights alone; state: all that a run goes on from;
+    none: nothing."""
     save_training_state: bool = True
     """Save optimiser, random states and the orchestrator's part too, so that a run can be resumed exactly; false: weights
     alone, for export."""
     resume: bool | Annotated[int, Field(ge=1, le=1_000_000_000)] = False
-    """Go on in the run directory of an earlier run: from its latest complete checkpoint (true), or that of a step."""
+    """Go on in the run directory of an earlier run: from its latest checkpoint with the training state (true), or that of a
+    step."""
     dir: str | None = None
     """Folder of the checkpoints, an absolute path, seen by all trainer hosts and used by this run alone; null: `checkpoints` in
     the run directory."""

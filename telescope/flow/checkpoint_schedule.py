@@ -29,7 +29,8 @@ class CheckpointSchedule:
         """How the run ends, once what it waits for is there."""
         self.lost = 0
         """Step of the checkpoint that a run which has trained all ends without; 0: it ends with it, or has not ended."""
-        self._give_up_at = float("inf")
+        self.give_up_at = float("inf")
+        """On the core's clock: when a run that is told to stop ends, saved or not."""
         self._failure = ""
 
     @property
@@ -66,7 +67,7 @@ class CheckpointSchedule:
         """The run is to end once its step is trained and saved. One that has trained all waits for its last save as long as for
         any (whoever writes it gives up in time); one that is told to stop, then or before, for `checkpoint_stop_timeout_s`."""
         if not stop.ok:
-            self._give_up_at = min(self._give_up_at, now + self._deadline_s)
+            self.give_up_at = min(self.give_up_at, now + self._deadline_s)
         if self.leaving is not None:
             return
         self.leaving = stop
@@ -98,7 +99,7 @@ class CheckpointSchedule:
 
     def end_if_late(self, now: float, version: int) -> EndRun | None:
         """The run's end, if it has waited for long enough."""
-        if self.leaving is None or now < self._give_up_at:
+        if self.leaving is None or now < self.give_up_at:
             return None
         what = "its step" if self.under_way is None else f"the checkpoint of step {self.under_way}"
         self._failure = self._failure or f"{what} was not done within {self._deadline_s:g} s"

@@ -129,6 +129,11 @@ class Core:
         return self._checkpoints.leaving
 
     @property
+    def give_up_at(self) -> float:
+        """On the clock of `handle`: when a run that is told to stop ends, saved or not; infinite where none is."""
+        return self._checkpoints.give_up_at
+
+    @property
     def last_step(self) -> int:
         """Of the run, as far as is known: with `eval.stop_after` it may become an earlier one."""
         return self._early_stop.last_step

@@ -38,8 +38,6 @@ class SaveNeeds:
     nbytes: SaveBytes
     bytes_per_s: float | None
     """Of the disk; None: not known."""
-    stop_timeout_s: float
-    """What a run that is asked to stop has for it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,8 @@ class _Save:
 
 class CheckpointCoordinator:
     """Drives one save at a time; `take_events` gives its end to the loop. Each `begin` has one, within twice the deadline.
-    `find_last`: the run's last step, as far as is known; `find_leaving`: how the run ends, once it is to."""
+    `find_last`: the run's last step, as far as is known; `find_leaving`: how the run ends, once it is to; `find_time_left`:
+    seconds until one that is told to stop ends, saved or not."""
 
     def __init__(
         self,
@@ -91,10 +90,12 @@ class CheckpointCoordinator:
         ranks: tuple[str, ...],
         rules: SaveRules | None,
         find_last: Callable[[], int],
-        find_leaving: Callable[[], EndRun | None] = lambda: None,
+        find_leaving: Callable[[], EndRun | None],
+        find_time_left: Callable[[], float],
     ) -> None:
         self._hub, self._recorder, self._violations = hub, recorder, violations
-        self._ranks, self._rules, self._find_last, self._find_leaving = ranks, rules, find_last, find_leaving
+        self._ranks, self._rules = ranks, rules
+        self._find_last, self._find_leaving, self._find_time_left = find_last, find_leaving, find_time_left
         self._save: _Save | None = None
         self._events: list[events.AnyEvent] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -128,14 +129,13 @@ class CheckpointCoordinator:
     def _choose_content(self, rules: SaveRules, step: int) -> SaveContent:
         """What is saved now. Raises OSError where it is known not to fit on the disk."""
         leaving = self._find_leaving()
-        usual: SaveContent = "state" if rules.training_state else "weights"
-        wanted: SaveContent = usual if leaving is None else rules.at_end.done if leaving.ok else rules.at_end.stopped
-        if leaving is None or wanted == "nothing":  # due by the steps, at the end too
-            return usual
+        wanted: SaveContent = "nothing" if leaving is None else rules.at_end.done if leaving.ok else rules.at_end.stopped
+        if wanted == "nothing":  # it is due by the steps
+            return "state" if rules.training_state else "weights"
         if not rules.at_end.gives_way or rules.needs is None:
             return wanted
         free = shutil.disk_usage(rules.directory).free
-        if wanted == "state" and (why := _find_hindrance(rules.needs, free)):
+        if wanted == "state" and (why := _find_hindrance(rules.needs, free, self._find_time_left())):
             self._recorder.alert(
                 "warning", "checkpoint", f"the checkpoint of step {step} has the weights alone: the training state {why}"
             )
@@ -283,14 +283,14 @@ class CheckpointCoordinator:
         self._events.append(events.CheckpointFailed(step=step, cause=cause))
 
 
-def _find_hindrance(needs: SaveNeeds, free: int) -> str:
+def _find_hindrance(needs: SaveNeeds, free: int, left_s: float) -> str:
     """Why the training state can't be saved now; empty where it can, as far as is known."""
     nbytes, speed = needs.nbytes.state, needs.bytes_per_s
     if nbytes > free:
         return f"takes {format_bytes(nbytes)}, and {format_bytes(free)} are free"
-    if speed and nbytes / speed > needs.stop_timeout_s:
+    if speed and nbytes / speed > left_s:
         return (
-            f"takes {format_bytes(nbytes)}, which the disk does not take within {needs.stop_timeout_s:g} s "
+            f"takes {format_bytes(nbytes)}, about {nbytes / speed:.0f} s on this disk, and the stop has {left_s:.0f} s left "
             "(checkpoint.stop_timeout_s)"
         )
     return ""

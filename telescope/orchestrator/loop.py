@@ -85,7 +85,14 @@ class Orchestrator:
         for rollout in rollouts:
             store.add(rollout)
         checkpoints = self.checkpoints = CheckpointCoordinator(
-            hub, recorder, violations, peers.ranks, saves, lambda: core.last_step, lambda: core.leaving
+            hub,
+            recorder,
+            violations,
+            peers.ranks,
+            saves,
+            find_last=lambda: core.last_step,
+            find_leaving=lambda: core.leaving,
+            find_time_left=lambda: core.give_up_at - self.now,
         )
         self.weights = WeightCoordinator(hub, recorder, violations, peers.ranks, updates, saving=lambda: checkpoints.stalled)
         dying = servers.find_dying if config.inference.sleep_while_training != "off" else None

@@ -359,7 +359,7 @@ def _find_save_needs(config: RunConfig, directory: Path) -> SaveNeeds | None:
     nbytes = count_save_bytes(config) if config.end_saves.gives_way else None
     if nbytes is None:
         return None
-    return SaveNeeds(nbytes, measure_write_speed(directory, nbytes.state), config.stop_timeout_s)
+    return SaveNeeds(nbytes, measure_write_speed(directory, nbytes.state))
 
 
 def _end_groups(core: Core, recorder: Recorder, journal: Journal, reason: str, started: float) -> None:

@@ -216,7 +216,7 @@ def job(config: RunConfig, world: World, progress: Callable[[str], None], resume
         resume=None if resume is None else trainer_part(Path(resume.folder)),
         saving=SaveSettings(
             training_state=config.checkpoint.save_training_state,
-            background=config.checkpoint.async_save,
+            background=config.checkpoint.async_save and config.checkpoint.every > 0,  # at the end nothing trains on
             timeout_s=config.checkpoint.timeout_s,
             expected=config.checkpoint.every > 0,
         ),

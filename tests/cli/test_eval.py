@@ -354,9 +354,9 @@ def test_the_command_is_written_down_as_it_was_given(tmp_path: Path, monkeypatch
 def test_an_eval_learns_nothing_that_could_be_shown(tmp_path: Path):
     trained = make_run(tmp_path / "run", config(), [2])
     (job,) = jobs_of(trained)
-    assert list_next_lines(config(run_dir=str(trained.path)), 0, ("show",))
+    assert list_next_lines(config(run_dir=str(trained.path)), 0)
     make_played(job)
-    assert list_next_lines(job.config, 0, ("show",)) == []
+    assert list_next_lines(job.config, 0) == []
 
 
 def test_a_model_needs_an_eval_and_a_url_a_model(tmp_path: Path):

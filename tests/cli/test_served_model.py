@@ -79,8 +79,11 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(
 
 
 def test_a_run_that_saves_nothing_is_told_how_to_save(tmp_path: Path):
-    run = make_run(tmp_path / "mine", real(checkpoint={}))
-    with pytest.raises(TargetRefused, match=r"it saves none \(checkpoint.every=0\).*checkpoint.every=10"):
+    early = make_run(tmp_path / "early", real(checkpoint={}))
+    with pytest.raises(TargetRefused, match=r"it saves one at its end \(checkpoint.at_end\).*checkpoint.every=10"):
+        served(early.path)
+    run = make_run(tmp_path / "mine", real(checkpoint={"at_end": "none"}))
+    with pytest.raises(TargetRefused, match=r"it saves none \(checkpoint.at_end\).*checkpoint.every=10"):
         served(run.path)
     with pytest.raises(WrongOverride, match="--step two: give a number, or latest"):
         served(run.path, step="two")

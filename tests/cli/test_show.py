@@ -14,6 +14,7 @@ from telescope.cli.main import main
 from telescope.cli.show.advice import advise
 from telescope.cli.show.figures import measure_overlap, read_figures
 from telescope.cli.show.page import PageStyle, describe
+from telescope.runlog import checkpoints
 from telescope.runlog.holder import hold
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
@@ -102,7 +103,9 @@ def run(tmp_path: Path) -> RunDirectory:
             for step in range(12) for one in range(2)]  # fmt: skip
     write(run, "turns", busy)
     write(run, "alerts", [{"level": "warning", "source": "core", "message": f"{count} groups are late"} for count in (1, 2, 3)])
-    write(run, "checkpoints", [{"step": 10, "state": "complete"}, {"step": 12, "state": "failed"}])
+    for step, whole in ((10, True), (12, False)):  # of weights alone no run goes on
+        facts = checkpoints.Complete(1, step, step, "mine", "a", "", 1, whole, 0, 0.0, checkpoints.now())
+        checkpoints.finish(checkpoints.begin(run.checkpoints, step, "a"), facts)
     evals = [{"eval": "held", "step": step, "state": "complete", "reward": step / 20, "reward_error": 0.02} for step in (0, 10)]
     write(run, "evals", [*evals, {"eval": "held", "step": 12, "state": "cut off"}])
     return run

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from telescope.cli.run import _leaves_unsaved, _orders
-from telescope.cli.sweep import Sweep, name_point
+from telescope.cli.run import _as_point, _leaves_saves_to_sweep
+from telescope.cli.sweep import OBJECTIVE, Sweep, name_point
 from telescope.compose.load import Point, UsageError, load_points, places_for, version_base_for
 from telescope.compose.sweeper import InvalidPoints, SweepStopped, has_sweeper, search
 from telescope.runlog.layout import RunDirectory
@@ -175,38 +175,41 @@ def test_points_that_were_not_trained_long_enough_to_be_compared_are_told(tmp_pa
     assert [point.version for point in Sweep.load(tmp_path).results] == [0, 5]
 
 
-def test_whose_points_were_not_saved_is_told_the_line_that_keeps_the_best(tmp_path: Path):
-    sweep = Sweep(tmp_path / "s")
-    for number, reward in enumerate((0.25, 0.5, 0.75)):
-        point = ended(tmp_path / f"s/{number}", {"reward_policy_last": reward})
-        given = (f"seed={number}", "experiment=countdown", f"run_dir={tmp_path}/s", "name=my run")
-        sweep.ended(given, point, 70 if number == 2 else 0)
-    assert "checkpoint.at_end" not in sweep.table()
-    line = sweep.table(unsaved=True).splitlines()[-2]
-    assert line.endswith(
-        "To train the best of them, point 1, again and save it: telescope run seed=1 experiment=countdown 'name=my run' "
-        "checkpoint.at_end=weights"
+def test_of_points_that_have_ended_well_only_the_weights_of_the_best_are_kept(tmp_path: Path):
+    sweep = Sweep(tmp_path / "a sweep")
+    for number, (reward, code) in enumerate(((0.25, 0), (0.75, 75), (0.5, 0), (0.5, 0), (0.125, 0))):
+        folder = ended(sweep.folder / str(number), {"reward_policy_last": reward})
+        (RunDirectory(folder).checkpoints / "step_00000009").mkdir(parents=True)
+        sweep.keep_best(sweep.ended((f"seed={number}",), folder, code))
+    left = [number for number in range(5) if RunDirectory(sweep.folder / str(number)).checkpoints.exists()]
+    assert left == [1, 2]  # from that of point 1, which was stopped, it can go on
+    assert sweep.table().splitlines()[-2] == (
+        "The weights of the best point, 2, are kept (checkpoint.at_end=weights keeps all): python -m telescope export latest "
+        f"--run-dir '{sweep.folder}/2' --to my-model"
     )
-    sweep.objective = "wall_s"  # nobody has said which way is better
-    assert "checkpoint.at_end" not in sweep.table(unsaved=True)
 
 
 @pytest.mark.parametrize(
-    ("given", "at_end"),
+    ("given", "objective", "at_end", "kept_by_sweep"),
     [
-        ((), "none"),
-        (("checkpoint.at_end=weights",), "weights"),
-        (("checkpoint.every=5",), "auto"),  # as each of its checkpoints
-        (("experiment=fake",), "auto"),  # which has nothing to save
+        ((), OBJECTIVE, "auto", True),
+        ((), "exact_last", "none", False),  # nobody has said that more is better
+        (("cluster=slurm",), OBJECTIVE, "none", False),  # its points end in jobs of their own
+        (("checkpoint.at_end=weights",), OBJECTIVE, "weights", False),
+        (("checkpoint.every=5",), OBJECTIVE, "auto", False),
+        (("checkpoint.dir=/saves",), OBJECTIVE, "auto", False),
+        (("experiment=fake",), OBJECTIVE, "auto", False),  # which has nothing to save
     ],
 )
-def test_points_save_nothing_at_their_ends_unless_they_are_asked_to(tmp_path: Path, given: tuple[str, ...], at_end: str):
-    points = load_points(given, places_for(None), os.environ)
-    (order,) = _orders(points, given, Sweep(tmp_path))
-    assert order.config.checkpoint.at_end == at_end
-    assert _leaves_unsaved(points) is (at_end == "none")
-    (alone,) = _orders(points, given, None)
-    assert alone.config.checkpoint.at_end == points[0].config.checkpoint.at_end
+def test_a_sweep_deletes_only_what_nobody_asked_for(
+    tmp_path: Path, given: tuple[str, ...], objective: str, at_end: str, kept_by_sweep: bool
+):
+    (point,) = load_points(given, places_for(None), os.environ)
+    assert point.config is not None
+    config = point.config.model_copy(update=_as_point(point.config, Sweep(tmp_path, objective)))
+    assert config.checkpoint.at_end == at_end
+    assert _leaves_saves_to_sweep(config) is kept_by_sweep
+    assert _as_point(point.config, None) == {}
 
 
 def test_truth_values_of_a_sweep_stay_as_they_were_typed():

@@ -328,6 +328,7 @@ def test_without_steps_of_its_own_a_stop_is_saved_and_the_run_goes_on_from_there
     world = told_to_stop(World(case, Manners(step_s=20.0), seed=4), 3)
     (saved,) = world.checkpoints
     assert world.stop.checkpoint == saved.step
+    assert world.core.give_up_at > world.now
     on = World(case, Manners(), seed=5, resumed=saved.snapshot).run()
     assert [saved.step for saved in on.checkpoints] == [8]
     assert on.stop == do.EndRun("all 8 steps are trained", ok=True, checkpoint=8)

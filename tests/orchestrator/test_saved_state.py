@@ -148,11 +148,14 @@ class Said:
 
 
 def make_coordinator(
-    folder: Path, last_step: int = 0, leaving: commands.EndRun | None = None, **changes: Any
+    folder: Path, last_step: int = 0, leaving: commands.EndRun | None = None, left_s: float = 120.0, **changes: Any
 ) -> tuple[CheckpointCoordinator, Listener]:
     listener: Any = Listener()
     rules = SaveRules(folder, "run", "a", "hash", **{"timeout_s": 100.0, **changes})
-    return CheckpointCoordinator(listener, listener, listener, RANKS, rules, lambda: last_step, lambda: leaving), listener
+    coordinator = CheckpointCoordinator(
+        *(listener, listener, listener, RANKS, rules, lambda: last_step, lambda: leaving, lambda: left_s)
+    )
+    return coordinator, listener
 
 
 def say(coordinator: CheckpointCoordinator, peer: str, body: Any, answers: int | None = None) -> None:
@@ -308,10 +311,11 @@ EB = 10**18
         (DONE, {}, True),  # nothing is asked for at the end: it is due by the steps
         (DONE, {"training_state": False}, False),
         (None, {"training_state": False, "at_end": EndSaves("weights", "weights")}, False),
-        (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(1, 3), 1.0, 120.0)}, True),
-        (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(1, 3 * EB), None, 120.0)}, False),
-        (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(100, 300), 1.0, 120.0)}, False),
-        (STOPPED, {"at_end": EndSaves("state", "state"), "needs": SaveNeeds(SaveBytes(100, 3 * EB), 1.0, 120.0)}, True),
+        (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(1, 3 * EB), None)}, False),
+        (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(100, 300), None), "left_s": 0.0}, True),
+        (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(100, 300), 10.0), "left_s": 31.0}, True),
+        (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(100, 300), 10.0), "left_s": 29.0}, False),
+        (STOPPED, {"at_end": EndSaves("state", "state"), "needs": SaveNeeds(SaveBytes(100, 3 * EB), 1.0)}, True),
     ],
 )
 def test_the_training_state_is_saved_where_it_is_asked_for_and_fits(
@@ -336,18 +340,18 @@ def save_by(folder: Path, part: saved_state.OrchestratorState, leaving: Any, rul
 
 
 def test_who_stops_is_told_why_only_the_weights_are_saved(tmp_path: Path, part: saved_state.OrchestratorState):
-    needs = SaveNeeds(SaveBytes(10**9, 3 * 10**9), 1e7, 120.0)
-    listener = save_by(tmp_path, part, STOPPED, {"at_end": AUTO, "needs": needs})
+    needs = SaveNeeds(SaveBytes(10**9, 3 * 10**9), 1e7)
+    listener = save_by(tmp_path, part, STOPPED, {"at_end": AUTO, "needs": needs, "left_s": 87.4})
     assert listener.alerts == [
-        "the checkpoint of step 1 has the weights alone: the training state takes 3.0 GB, which the disk does not take within "
-        "120 s (checkpoint.stop_timeout_s)"
+        "the checkpoint of step 1 has the weights alone: the training state takes 3.0 GB, about 300 s on this disk, and the "
+        "stop has 87 s left (checkpoint.stop_timeout_s)"
     ]
 
 
 def test_what_is_known_not_to_fit_is_not_begun(tmp_path: Path, part: saved_state.OrchestratorState):
     """It would fill the disk on which the run's last rows are to be written."""
     coordinator, listener = make_coordinator(
-        tmp_path, last_step=1, leaving=DONE, at_end=AUTO, needs=SaveNeeds(SaveBytes(EB, 3 * EB), None, 120.0)
+        tmp_path, last_step=1, leaving=DONE, at_end=AUTO, needs=SaveNeeds(SaveBytes(EB, 3 * EB), None)
     )
     coordinator.begin(1, part, 0.0)
     (failed,) = coordinator.take_events()

@@ -59,9 +59,11 @@ def test_a_disk_without_the_room_is_told_with_the_remedy(monkeypatch: pytest.Mon
 def test_a_stop_without_the_time_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     _, warning = told(monkeypatch, tmp_path, *BIG)
     assert warning == (
-        "Warning: a stop has 120 s for its save: at Ctrl-C the weights alone are saved then, from which no run can go on. "
-        "Raise checkpoint.stop_timeout_s"
+        "Warning: a stop has 120 s for its step and its save: at Ctrl-C the weights alone are saved then, from which no run "
+        "can go on. Raise checkpoint.stop_timeout_s"
     )
+    _, warning = told(monkeypatch, tmp_path, *BIG, "cluster=slurm")
+    assert warning.endswith("Raise checkpoint.stop_timeout_s and cluster.slurm.stop_before_s")
 
 
 def test_the_disk_is_tried_with_little_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -72,7 +74,7 @@ def test_the_disk_is_tried_with_little_and_left_as_it_was(tmp_path: Path, monkey
     assert disk_speed.measure_write_speed(tmp_path / "gone", 100_000) is None
     assert disk_speed.measure_write_speed(tmp_path, 0) is None
     monkeypatch.setattr(disk_speed, "LONGEST_S", 0.0)
-    assert disk_speed.measure_write_speed(tmp_path, 100_000) == 0
+    assert disk_speed.measure_write_speed(tmp_path, 100_000) is None
 
 
 def test_the_real_disk_is_asked(tmp_path: Path):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from telescope.cli.sweep import Sweep
 from telescope.runlog import checkpoints
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
@@ -118,7 +119,7 @@ def test_a_disk_without_the_room_is_told_at_the_start_and_the_weights_are_told_a
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_points_of_a_sweep_save_nothing_and_its_table_says_how_to_keep_the_best(tmp_path: Path):
+def test_of_a_sweep_the_weights_of_the_best_point_are_left_and_its_table_says_where(tmp_path: Path):
     given = (*REAL_TRAINER, "seed=1,2", "number_of_steps=2", f"run_dir={tmp_path}/sweep")
     ended = subprocess.run(
         [sys.executable, "-m", "telescope.run", "-m", *given],
@@ -126,9 +127,9 @@ def test_the_points_of_a_sweep_save_nothing_and_its_table_says_how_to_keep_the_b
         timeout=240, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert list(tmp_path.glob("sweep/*/checkpoints")) == []
+    best = max(Sweep.load(tmp_path / "sweep").results, key=lambda result: result.value or 0.0)
+    left = [point for point in tmp_path.glob("sweep/*/") if checkpoints.steps(RunDirectory(point).checkpoints)]
+    assert left == [Path(best.run_dir)]
     last = ended.stderr.splitlines()[-2]
-    assert last.startswith(
-        "The points of a sweep save no weights, unless checkpoint.at_end=weights is given. To train the best"
-    )
-    assert last.endswith(" checkpoint.at_end=weights")
+    assert last.startswith(f"The weights of the best point, {best.point}, are kept")
+    assert "to take the model away" not in ended.stderr  # of a point whose weights may be deleted

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
+import pytest
 
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import World
 from telescope.backends.fsdp import FSDP
 from telescope.config.run import RunConfig
-from telescope.config.sections import EnvironmentEntry, RolloutSettings, TrainerSettings
+from telescope.config.sections import CheckpointSettings, EnvironmentEntry, RolloutSettings, TrainerSettings
 from telescope.maths.support import Support
 from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.trainer.main import job
@@ -33,6 +35,16 @@ def test_a_backend_is_told_of_temperature_cuts_limits_and_steps():
     assert (told.max_tokens, told.number_of_steps, told.seed, told.world.rank) == (17, 12, 9, 1)
     assert told.trainer == CONFIG.trainer
     assert told.rollouts == CONFIG.orchestrator.prompts_batch_size_for_trainer * 4 // 2
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "background", "expected"),
+    [({}, False, False), ({"every": 5}, True, True), ({"every": 5, "async_save": False}, False, True)],
+)
+def test_a_run_that_saves_at_its_end_alone_holds_no_copy_for_it(checkpoint: dict[str, Any], background: bool, expected: bool):
+    config = CONFIG.model_copy(update={"checkpoint": CheckpointSettings(**checkpoint)})
+    saving = job(config, World(0, 1, "cpu"), lambda doing: None).saving
+    assert (saving.background, saving.expected) == (background, expected)
 
 
 def test_workers_ask_for_the_distribution_that_the_trainer_computes():

@@ -299,7 +299,7 @@ def test_that_training_goes_on_is_told_before_what_became_of_the_save():
     """A backend that writes at once has its answer before the order's call returns."""
     bench = Bench()
     train(bench, 1)
-    bench.trainer.save = lambda step, folder, done: done(Saved(8, 0.0))  # type: ignore[method-assign]
+    bench.trainer.save = lambda step, folder, done, *, training_state: done(Saved(8, 0.0))  # type: ignore[method-assign]
     number = bench.orders.tell(SaveCheckpoint(1, "/run"))
     staged, _ = bench.answer()
     assert isinstance(staged, CheckpointStaged)

@@ -361,7 +361,7 @@ def find_failure(figures: RunFigures) -> Advice | None:
     return Advice(
         rule="failed",
         found=found,
-        reason="No checkpoint was saved. The first lines say why, as far as that is known; the log has more.",
+        reason="Nothing is saved that it could go on from. The first lines say why, as far as that is known; the log has more.",
         command=shlex.join(["telescope", "runs", "tail", figures.run_dir, "--once"]),
     )
 
@@ -384,7 +384,7 @@ def find_more_to_come(figures: RunFigures) -> Advice | None:
     return Advice(
         rule="it learns",
         found=found,
-        reason="It may go on, and no checkpoint was saved: run it for longer, and save on the way.",
+        reason="It may go on, and nothing is saved that it could go on from: run it for longer, and save on the way.",
         command=_start_over(figures, f"number_of_steps={2 * steps}", f"checkpoint.every={max(1, steps // 2)}"),
     )
 

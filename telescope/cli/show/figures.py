@@ -24,6 +24,7 @@ from telescope.config.redacted_output import hide_variables
 from telescope.config.secrets import find_references
 from telescope.flow.group_lifecycle import OFF_POLICY
 from telescope.flow.groups import GroupState
+from telescope.runlog import checkpoints
 from telescope.runlog.files import DamagedFile, read_bytes, read_json
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import RunLook, look, read_or_note
@@ -65,6 +66,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What each label plays."""
     environment_max_tokens: dict[str, int] = {}
     """By label, of the environments that have a limit of their own."""
+    checkpoint_dir: str | None = None
 
 
 class GroupFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +188,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] | None = ()
     """Of the command line that began the run; None where it is not known, or was one that went on with it."""
     checkpoints: tuple[int, ...] = ()
+    """Steps that the run can go on from."""
     curves: tuple[NumberCurve, ...] = ()
     reward_unfinished: int = 0
     """Rollouts that count in no reward: cancelled, failed, or under way at the end."""
@@ -229,7 +232,7 @@ def read_figures(run: RunDirectory, state: str, samples: int) -> RunFigures:
         not_ready=seen.status.missing if seen.status.state == "starting" else (),
         settings=settings,
         arguments=read_arguments(run, seen, damaged),
-        checkpoints=tuple(sorted(_complete_checkpoints(run, damaged))),
+        checkpoints=tuple(_list_ways_on(run, settings)),
         curves=tuple(make_curves(metrics, whole, settings.environments)),
         reward_unfinished=int(sum(one.get("reward/policy/unfinished", 0) for one in map(_metrics_of, policy.values()))),
         groups=groups,
@@ -260,6 +263,7 @@ def read_run_settings(run: RunDirectory, damaged: list[DamagedFile]) -> RunSetti
         return found if isinstance(found, dict) else {}
 
     rollout, trainer, inference, flow = map(section, ("rollout", "trainer", "inference", "orchestrator"))
+    place = section("checkpoint").get("dir")
     fake = "fake" in (inference.get("engine"), section("backend").get("name"))
     environments = {label: own for label, own in section("environments").items() if isinstance(own, dict)}
     return RunSettings(
@@ -282,6 +286,7 @@ def read_run_settings(run: RunDirectory, damaged: list[DamagedFile]) -> RunSetti
         environment_max_tokens={
             label: limit for label, own in environments.items() if (limit := _whole(own, "max_tokens")) is not None
         },
+        checkpoint_dir=place if isinstance(place, str) else None,
     )
 
 
@@ -298,10 +303,12 @@ def read_arguments(run: RunDirectory, seen: RunLook, damaged: list[DamagedFile])
     return tuple(word for word in words[place:] if not word.startswith("run_dir="))
 
 
-def _complete_checkpoints(run: RunDirectory, damaged: list[DamagedFile]) -> Iterator[int]:
-    for row in newest_rows(run, "checkpoints", damaged):
-        if row.get("state") == "complete" and isinstance(row.get("step"), int):
-            yield row["step"]
+def _list_ways_on(run: RunDirectory, settings: RunSettings) -> list[int]:
+    """By the folders themselves: rows tell also of weights alone, and of what was deleted since."""
+    try:
+        return checkpoints.steps_with_state(checkpoints.root(run, settings.checkpoint_dir))
+    except OSError:  # advice does without
+        return []
 
 
 # ---- curves
