@@ -107,7 +107,7 @@ class LaunchPlan(Record, frozen=True):
     verbose: bool = False
     """Whether the terminal has the whole summary at the end."""
     save_s: float = 0.0
-    """What the run gets to train and save the step under way when it is told to stop; 0: it makes no checkpoints."""
+    """What the run gets to train and save the step under way when it is told to stop; 0: nothing is saved then."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -114,8 +114,8 @@ class SlurmSettings(Settings):
     max_requeues: int = Field(default=100, ge=0, le=1_000_000)
     """Requeues that the run itself asks for; Slurm's own (preemption) are not limited by it."""
     stop_before_s: int = Field(default=180, ge=10, le=65535)
-    """Seconds before the walltime at which the run begins to stop (`--signal=B:USR2@…`). With checkpoints at least 30 more than
-    checkpoint.stop_timeout_s, in which processes leave and files are closed."""
+    """Seconds before the walltime at which the run begins to stop (`--signal=B:USR2@…`). With checkpoint.every at least 30 more
+    than checkpoint.stop_timeout_s, in which processes leave and files are closed."""
     array_parallelism: int = Field(default=256, ge=1, le=100_000)
     """Points of a sweep that may run at once (`--array=0-11%4`)."""
     setup: Annotated[tuple[str, ...], FreeText] = ()
