@@ -58,7 +58,8 @@ def _warn(config: RunConfig, nbytes: SaveBytes, speed: float | None, directory: 
     weights_alone = "at Ctrl-C the weights alone are saved then, from which no run can go on"
     if (stopped := nbytes.of(saves.stopped)) > free:
         return [f"{room}: {weights_alone}. Free some, or {elsewhere}"]
-    if saves.gives_way and speed and stopped / speed > limit_s:
+    if speed and stopped / speed > limit_s:
         settings = "checkpoint.stop_timeout_s" + (" and cluster.slurm.stop_before_s" if config.cluster.slurm else "")
-        return [f"Warning: a stop has {limit_s:g} s for its step and its save: {weights_alone}. Raise {settings}"]
+        then = weights_alone if saves.gives_way else "it is not saved by then"
+        return [f"Warning: a stop has {limit_s:g} s for its step and its save: {then}. Raise {settings}"]
     return []

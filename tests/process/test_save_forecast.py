@@ -62,6 +62,8 @@ def test_a_stop_without_the_time_is_told_with_the_remedy(monkeypatch: pytest.Mon
         "Warning: a stop has 120 s for its step and its save: at Ctrl-C the weights alone are saved then, from which no run "
         "can go on. Raise checkpoint.stop_timeout_s"
     )
+    _, warning = told(monkeypatch, tmp_path, *BIG, "checkpoint.every=10")
+    assert warning.endswith("for its step and its save: it is not saved by then. Raise checkpoint.stop_timeout_s")
     _, warning = told(monkeypatch, tmp_path, *BIG, "cluster=slurm")
     assert warning.endswith("Raise checkpoint.stop_timeout_s and cluster.slurm.stop_before_s")
 
