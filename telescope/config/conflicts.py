@@ -550,8 +550,9 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
             "weights alone: leave one of them out",
         )
     if not checkpoint.every:
-        unread = () if checkpoint.resume or config.saves else ("dir",)
-        for name in ("keep_last", "keep_every", "keep_best", *unread):
+        deletes = () if config.saves else ("keep_last", "keep_every")
+        place = () if checkpoint.resume or config.saves else ("dir",)
+        for name in ("keep_best", *deletes, *place):
             if (given := getattr(checkpoint, name)) is not None:
                 yield Conflict(
                     (f"checkpoint.{name}", "checkpoint.every"),

@@ -31,10 +31,10 @@ def test_keep_every_alone_keeps_nothing_that_is_not_kept_anyway():
     )
 
 
-def test_a_folder_for_no_checkpoints_does_nothing():
-    none = compose_one("checkpoint.dir=/data/x", "checkpoint.at_end=none")
-    assert "checkpoint.dir=/data/x does nothing without checkpoint.every" in sentences(none)
-    assert compose_one("checkpoint.dir=/data/x").problems == ()
+@pytest.mark.parametrize("given", ["checkpoint.dir=/data/x", "checkpoint.keep_last=1"])
+def test_what_becomes_of_checkpoints_does_nothing_where_there_are_none(given):
+    assert f"{given} does nothing without checkpoint.every" in sentences(compose_one(given, "checkpoint.at_end=none"))
+    assert compose_one(given).problems == ()
 
 
 @pytest.mark.parametrize("place", ["", "/ckpt", "/blocks/../ckpt"])
