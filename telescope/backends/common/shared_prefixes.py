@@ -81,7 +81,7 @@ class SharedKeys:
         gqa, found = query.shape[1] != key.shape[1], []
         for stack in self._stacks:
             q, k, v = (
-                take(tensor, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+                take(tensor, places.flatten()).view(*places.shape, *tensor.shape[1:]).transpose(1, 2)
                 for tensor, places in ((query, stack.queries), (key, stack.keys), (value, stack.keys))
             )  # [B, H, L, D]
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=stack.seen(window), scale=scale, enable_gqa=gqa)
