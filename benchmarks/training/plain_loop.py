@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.training.samples import PROMPT, Samples
+from benchmarks.training.samples import Samples
 from telescope.backends.base import World
 from telescope.backends.common import ranks
 from telescope.maths.dealing import assign
@@ -42,7 +42,7 @@ def plain(row: int, folder: Path, world: World, samples: Samples) -> tuple[Step,
     )
     for layer in lm.model.layers:
         shard(layer)
-    model = Padded(lm)
+    model = Padded(lm, samples.prompt)
     shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     batches = list(padded(samples, row, world))
@@ -61,15 +61,15 @@ def plain(row: int, folder: Path, world: World, samples: Samples) -> tuple[Step,
 class Padded(torch.nn.Module):
     """Mean negative log-prob of what is no prompt and no padding."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, prompt: int) -> None:
         super().__init__()
-        self.lm = lm
+        self.lm, self._prompt = lm, prompt
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """ids [B, L], lengths [B]."""
         places = torch.arange(ids.shape[1], device=ids.device)[None]
         hidden = self.lm.model(input_ids=ids, attention_mask=(places < lengths[:, None]).long(), use_cache=False)[0]
-        counted = ((places >= PROMPT) & (places < lengths[:, None]))[:, 1:]
+        counted = ((places >= self._prompt) & (places < lengths[:, None]))[:, 1:]
         states, targets = hidden[:, :-1][counted], ids[:, 1:][counted]
         total: Tensor = states.new_zeros((), dtype=torch.float32)
         for some, wanted in zip(torch.split(states, CHUNK), torch.split(targets, CHUNK), strict=True):

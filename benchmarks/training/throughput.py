@@ -4,6 +4,8 @@
     python -m benchmarks.training.throughput --shape 0.6B --row 16384 --sample 16384 --even --samples 4 \\
         --methods ours ours:gradient_checkpointing=selective ours:compile=true,attention=flash2 plain
     python -m benchmarks.training.throughput --shape 4B --row 16384 --ranks 2
+    python -m benchmarks.training.throughput --shape 0.6B --even --sample 2560 --prompt 2048 --group 8 --samples 64 \\
+        --methods ours ours:share_prefixes=true
 
 Ours is the real backend without an orchestrator: packed rows, GRPO's loss, clipping and AdamW over float32 masters, with the
 settings of `backend=fsdp` that follow the colon. The other one is what anyone gets in fifty lines (plain_loop.py). All train
@@ -12,7 +14,8 @@ memory says so, and the others go on.
 
 MFU = (6 N + 6 · layers · heads · head_dim · T) · tokens/s / peak of one card / cards, with T = Σ len² / Σ len of the samples;
 with `--lora` 4 N, as frozen weights have no gradient. Padding counts nowhere. On a CPU there is no peak to compare with, and
-memory is not measured. `--profile FILE` writes what the device did in one more step of each method, by kernel.
+memory is not measured. Tokens are those of the samples, a shared prompt once for each of them. `--profile FILE` writes what the
+device did in one more step of each method, by kernel.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ import yaml
 from benchmarks.shapes import SHAPES, make_model
 from benchmarks.training.plain_loop import Step, plain
 from benchmarks.training.profiling import profiled
-from benchmarks.training.samples import Samples, draw, shard_of
+from benchmarks.training.samples import PROMPT, Samples, draw, shard_of
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, World
 from telescope.backends.common import ranks
@@ -189,6 +192,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--row", type=int, default=16_384, help="tokens of a packed row (trainer.seq_len)")
     parser.add_argument("--sample", type=int, default=2048, help="mean tokens of a sample; decides T")
     parser.add_argument("--even", action="store_true", help="all samples of the mean length, else log-normal around it")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="first tokens of a sample, the same in a group")
+    parser.add_argument("--group", type=int, default=2, help="samples of one prompt")
     parser.add_argument("--samples", type=int, default=32, help="of a step, all ranks together")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a setting of every `ours`")
     parser.add_argument("--methods", nargs="*", default=["ours", "plain"], help="plain, ours, ours:NAME=VALUE,NAME=VALUE")
@@ -220,7 +225,8 @@ def main() -> None:
     card = torch.cuda.get_device_name(rank) if gpu else platform.processor() or platform.machine()
     asked.peak = asked.peak or next((one.flops for name, one in CARDS.items() if gpu and name.upper() in card), None)
     shape = SHAPES[asked.shape]
-    samples = draw(asked.samples, asked.sample, asked.row, shape.vocabulary, even=asked.even)
+    kind = {"even": asked.even, "prompt": asked.prompt, "group": asked.group}
+    samples = draw(asked.samples, asked.sample, asked.row, shape.vocabulary, **kind)
     with tempfile.TemporaryDirectory() as made:
         bench = Bench(asked, make_model(shape, asked.folder or Path(made) / "model"), world, samples, shape)
         turns: list[Measured] = []
@@ -282,6 +288,7 @@ def write(turns: list[Measured], bench: Bench, card: str) -> None:
     facts: dict[str, Any] = {
         "card": card, "cards": bench.world.size, "torch": torch.__version__, "python": platform.python_version(),
         "shape": asked.shape, "row": asked.row, "samples": len(samples.lengths), "tokens": samples.tokens,
+        "prompt": samples.prompt, "group": samples.group,
         "context": samples.context, "options": asked.option, "lora": asked.lora, "peak_flops": asked.peak,
         "turns": [asdict(turn) for turn in turns],
     }  # fmt: skip

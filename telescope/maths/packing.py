@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import DTypeLike
 
-from telescope.maths import routing
+from telescope.maths import prefixes, routing
 from telescope.records import TrainItem, Trajectory
 
 ATTENTION_LENGTH = 24_576
@@ -33,11 +33,28 @@ class Row:
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     size: int
+    repeated: tuple[int, ...] = ()
+    """Of each item the leading tokens that the item before it has too, which are not computed again; empty: none are."""
 
     @property
     def used(self) -> int:
         """Tokens before the padding."""
         return sum(self.lengths)
+
+    @property
+    def computed(self) -> int:
+        """Tokens that are run through the model, without the padding."""
+        return self.used - sum(self.repeated)
+
+    @property
+    def computed_size(self) -> int:
+        """The same with the padding."""
+        return self.size - sum(self.repeated)
+
+    @property
+    def squares(self) -> int:
+        """Σ length² of what is computed, twice the pairs of tokens that attention looks at."""
+        return sum(length * length for length in self.lengths) - sum(count * count for count in self.repeated)
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,7 @@ class RowArrays:
     temperatures: np.ndarray  # [S] float64, at which each segment was sampled; 1 for the padding
     boundaries: np.ndarray  # [S + 1] int32, cumulative: segment s is boundaries[s]:boundaries[s + 1]
     routed: np.ndarray | None = None  # [T, L, K] uint8 or int16, recorded experts; None: of no token
+    repeated: tuple[int, ...] = ()  # of each segment the leading tokens that the one before it has too; empty: none are
 
 
 def cost(lengths: Sequence[int], *, attention_length: float = ATTENTION_LENGTH) -> float:
@@ -77,10 +95,59 @@ def pack(
     Deterministic. `pack([3, 7, 5, 2, 4], seq_len=10)` has rows of 7, 5 + 2 and 3 + 4 tokens. A row's size can pass `seq_len` by
     its padding only where `multiple` does not divide it.
     """
+    costs = [cost([length], attention_length=attention_length) for length in lengths]
+    return [_row(items, lengths, multiple) for items in _spread(lengths, costs, seq_len, rows)]
+
+
+def pack_shared(
+    samples: Sequence[np.ndarray],
+    groups: Sequence[int],
+    *,
+    seq_len: int,
+    multiple: int = 1,
+    rows: int = 0,
+    attention_length: float = ATTENTION_LENGTH,
+) -> list[Row]:
+    """As `pack`, of samples' tokens, where a common beginning is computed once a row: `seq_len` bounds what is computed.
+    `groups` says which samples probably begin alike; they are packed together. Items of a row are sorted by their tokens."""
+    bundles = _bundles(samples, groups, seq_len)
+    costs = [bundle.tokens + bundle.pairs / attention_length for bundle in bundles]
+    found = []
+    for members in _spread([bundle.tokens for bundle in bundles], costs, seq_len, rows):
+        items, repeated = prefixes.in_order(samples, [item for member in members for item in bundles[member].items])
+        row = _row(items, [len(sample) for sample in samples], 1)
+        shared = tuple(repeated) if any(repeated) else ()
+        found.append(replace(row, size=row.used + -(row.used - sum(shared)) % multiple, repeated=shared))
+    return found
+
+
+def rows_needed(lengths: Sequence[int], *, seq_len: int) -> int:
+    """The fewest rows that `pack` makes. Ranks take the largest of theirs, and fill up with `filler` rows."""
+    return len(_first_fit(_order(lengths, seq_len), lengths, seq_len))
+
+
+def shared_rows_needed(samples: Sequence[np.ndarray], groups: Sequence[int], *, seq_len: int) -> int:
+    """The same of `pack_shared`."""
+    return rows_needed([bundle.tokens for bundle in _bundles(samples, groups, seq_len)], seq_len=seq_len)
+
+
+def _bundles(samples: Sequence[np.ndarray], groups: Sequence[int], seq_len: int) -> list[prefixes.Bundle]:
+    for item, sample in enumerate(samples):
+        _check_length(item, len(sample), seq_len)
+    return list(prefixes.bundles(samples, groups, seq_len))
+
+
+def _order(lengths: Sequence[int], seq_len: int) -> list[int]:
+    """The longest first. Refuses one that no row can hold."""
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     for item in order:
         _check_length(item, lengths[item], seq_len)
-    costs = [cost([length], attention_length=attention_length) for length in lengths]
+    return order
+
+
+def _spread(lengths: Sequence[int], costs: Sequence[float], seq_len: int, rows: int) -> list[list[int]]:
+    """Which of them share a row, the costliest row first: see `pack`."""
+    order = _order(lengths, seq_len)
 
     def cost_of(row: Sequence[int]) -> float:
         return sum(costs[item] for item in row)
@@ -88,15 +155,7 @@ def pack(
     full = _first_fit(order, lengths, seq_len)
     even = _cheapest_with_room(order, lengths, costs, seq_len, min(max(rows, len(full)), len(lengths)))
     chosen = min((way for way in (even, full) if way is not None), key=lambda way: max(map(cost_of, way), default=0.0))
-    return [_row(items, lengths, multiple) for items in sorted(map(sorted, chosen), key=lambda row: (-cost_of(row), row))]
-
-
-def rows_needed(lengths: Sequence[int], *, seq_len: int) -> int:
-    """The fewest rows that `pack` makes. Ranks take the largest of theirs, and fill up with `filler` rows."""
-    order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
-    for item in order:
-        _check_length(item, lengths[item], seq_len)
-    return len(_first_fit(order, lengths, seq_len))
+    return sorted(map(sorted, chosen), key=lambda row: (-cost_of(row), row))
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], seq_len: int) -> list[list[int]]:
@@ -164,7 +223,7 @@ def arrange(
     routed = routing.joined(
         [*(trajectories[index].routed for index in row.items), None], [*row.lengths, row.size - row.used]
     )  # fmt: skip
-    return arrays if routed is None else replace(arrays, routed=routed)
+    return replace(arrays, routed=routed, repeated=row.repeated)
 
 
 def lay_out(row: Row, per_trajectory: Sequence[np.ndarray], *, fill: float = np.nan) -> np.ndarray:

@@ -44,21 +44,21 @@ HEADS, KEY_HEADS, WIDTH = 4, 2, 16
 def by_hand(
     q, k, v, at_q, at_k, longest_q, longest_k, *, softmax_scale=None, causal=False, window_size=(-1, -1)
 ) -> Tensor:  # fmt: skip
-    """What `flash_attn_varlen_func` computes, a segment and a head at a time."""
+    """What `flash_attn_varlen_func` computes, a segment and a head at a time: its queries are the last of its keys."""
     assert causal
-    assert torch.equal(at_q, at_k)
-    assert at_q.dtype == torch.int32
-    assert longest_q == longest_k == int(at_q.diff().max())
+    assert at_q.dtype == at_k.dtype == torch.int32
+    assert (longest_q, longest_k) == (int(at_q.diff().max()), int(at_k.diff().max()))
+    assert (at_k.diff() >= at_q.diff()).all()
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     pieces = []
-    for start, stop in zip(at_q[:-1].tolist(), at_q[1:].tolist(), strict=True):
+    for start, stop, first, last in zip(*(at.tolist() for at in (at_q[:-1], at_q[1:], at_k[:-1], at_k[1:])), strict=True):
         heads = []
         for head in range(q.shape[1]):
             shared = head // (q.shape[1] // k.shape[1])
-            back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)[None, :]
+            back = torch.arange(last - first)[start - stop :, None] - torch.arange(last - first)[None, :]
             seen = (back >= 0) & ((back <= window_size[0]) if window_size[0] >= 0 else True)
-            scores = q[start:stop, head] @ k[start:stop, shared].t() * scale
-            heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[start:stop, shared])
+            scores = q[start:stop, head] @ k[first:last, shared].t() * scale
+            heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[first:last, shared])
         pieces.append(torch.stack(heads, dim=1))
     return torch.cat(pieces)
 

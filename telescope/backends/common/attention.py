@@ -26,6 +26,7 @@ from telescope.backends.common.attention_choice import Kind as Kind
 from telescope.backends.common.context import Context
 from telescope.backends.common.kernels import Lengths, by_lengths
 from telescope.backends.common.masks import Look
+from telescope.backends.common.shared_prefixes import SharedKeys
 
 NAMES: dict[Kind, str] = {
     "flash3": "telescope_lengths_3", "cudnn": "telescope_parts", "flash2": "telescope_lengths_2",
@@ -72,10 +73,12 @@ class Segments:
     def __init__(
         self, boundaries: Tensor, longest: int, *, stacks: Stacks | None = None, masks: BlockMasks | None = None,
         parts: tuple[AttentionPart, ...] = (), context: Context | None = None, look: Look | None = None,
+        shared: SharedKeys | None = None,
     ) -> None:  # fmt: skip
         """boundaries: [S + 1] int32 on the device. `stacks` of sdpa alone, `masks` of flex, `parts`, which add up to T, of
         cudnn. `context`: the ranks that share the row; None: this rank has all of it. `look`: who wants to know what layers
-        ask for."""
+        ask for. `shared`: where samples begin alike and the model runs what they share once; it alone then says what a token
+        sees."""
         self.boundaries = boundaries
         self.longest = longest
         self.stacks = stacks
@@ -83,6 +86,7 @@ class Segments:
         self.parts = parts
         self.context = context
         self.look = look
+        self.shared = shared
 
 
 def register(kind: Kind) -> str:
@@ -103,8 +107,15 @@ def plain(kind: Kind) -> Function:
     return _by_parts(by_lengths(kind), function) if kind == "cudnn" else function
 
 
-def segments(kind: Kind, boundaries: np.ndarray, device: str, context: Context | None = None) -> Segments:
-    """Prepare one row. boundaries [S + 1]: segment s is tokens boundaries[s] to boundaries[s + 1]; empty ones are left out."""
+def segments(
+    kind: Kind, boundaries: np.ndarray, device: str, context: Context | None = None, repeated: tuple[int, ...] = ()
+) -> Segments:
+    """Prepare one row. boundaries [S + 1]: segment s is tokens boundaries[s] to boundaries[s + 1]; empty ones are left out.
+    `repeated`: of each segment the leading tokens that the one before it has too, and which the model therefore does not run
+    again."""
+    if repeated:
+        shared = SharedKeys(boundaries, repeated, device)
+        return Segments(shared.queries_at, shared.longest, shared=shared)
     kept = np.unique(boundaries)
     lengths = np.diff(kept)
     on_device = torch.from_numpy(kept.astype(np.int32)).to(device, non_blocking=True)
@@ -217,6 +228,9 @@ def _sdpa(
 ) -> Result:  # fmt: skip
     """query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
     _refuse_unknown(kwargs)
+    if row.shared is not None:
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return row.shared.attend(q, k, v, scaling, _reaching(sliding_window, row))[None], None
     assert row.stacks is not None, "segments were prepared for another kind of attention"
     q, k, v = (_stacked(tensor, row.stacks) for tensor in (query, key, value))  # [P, H, D]
     pieces, start = [], 0
@@ -238,6 +252,11 @@ def _stacked(tensor: Tensor, stacks: Stacks) -> Tensor:
     return result
 
 
+def _reaching(window: int | None, row: Segments) -> int | None:
+    """The window where some segment is longer than it, else None."""
+    return window if window is not None and row.longest > window else None
+
+
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
     """[L, L] True where a token sees another, only for models whose window is shorter than a segment."""
     if window is None or length <= window:
@@ -255,19 +274,23 @@ def _flash(kernel: Lengths) -> Function:
         _refuse_unknown(kwargs)
         q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, H, D]
         window = -1 if sliding_window is None else sliding_window - 1
-        return kernel(q, k, v, row.boundaries, row.longest, scaling, window)[None], None
+        at = keys_at = row.boundaries, row.longest
+        if (shared := row.shared) is not None:
+            k, v = shared.listed(k), shared.listed(v)
+            at, keys_at = (shared.queries_at, shared.longest_asking), (shared.keys_at, shared.longest)
+        return kernel(q, k, v, at, keys_at, scaling, window)[None], None
 
     return attend
 
 
 def _by_parts(kernel: Lengths, whole: Function) -> Function:
-    """`whole` for layers with a window."""
+    """`whole` for layers with a window, and for rows whose samples share their beginnings."""
 
     def attend(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
         row: Segments, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
     ) -> Result:  # fmt: skip
-        if sliding_window is not None and row.longest > sliding_window:
+        if row.shared is not None or (sliding_window is not None and row.longest > sliding_window):
             return whole(
                 module, query, key, value, None, row=row, scaling=scaling, sliding_window=sliding_window, **kwargs
             )  # fmt: skip
@@ -284,7 +307,8 @@ def _part(kernel: Lengths, part: AttentionPart, query: Tensor, key: Tensor, valu
     """query [1, Hq, n, D], key and value [1, Hkv, n, D] -> [n, Hq, D]."""
     if part.boundaries is not None:
         q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-        return kernel(q, k, v, part.boundaries, part.longest, scaling, -1)
+        at = part.boundaries, part.longest
+        return kernel(q, k, v, at, at, scaling, -1)
     if padding := -part.tokens % STEP:  # behind the last token, where nobody looks
         query, key, value = (F.pad(tensor, (0, 0, 0, padding)) for tensor in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
@@ -333,9 +357,14 @@ def _flex(
     row: Segments, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
 ) -> Result:  # fmt: skip
     _refuse_unknown(kwargs)
-    assert row.masks is not None, "segments were prepared for another kind of attention"
-    window = sliding_window if sliding_window is not None and row.longest > sliding_window else None
+    window = _reaching(sliding_window, row)
+    if row.shared is not None:
+        key, value = (row.shared.listed(tensor[0].transpose(0, 1)).transpose(0, 1)[None] for tensor in (key, value))
+        mask = row.shared.block_mask(window)
+    else:
+        assert row.masks is not None, "segments were prepared for another kind of attention"
+        mask = row.masks.of(window)
     gqa = query.shape[1] != key.shape[1]
     attend = _flex_attention(query.is_cuda)
-    out = attend(query, key, value, block_mask=row.masks.of(window), scale=scaling, enable_gqa=gqa)
+    out = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=gqa)
     return out.transpose(1, 2), None

@@ -9,7 +9,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,16 @@ from telescope.backends.common.attention_choice import PACKAGES, WORDS, KernelHo
 
 __all__ = ["WORDS", "KernelHost", "Kind", "Lengths", "by_lengths", "choose", "machine", "obstacle"]
 
-Lengths = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int], Tensor]
-"""(query [T, Hq, D], key, value [T, Hkv, D], boundaries [S + 1] int32, longest, scale, tokens seen to the left or -1) ->
-[T, Hq, D], causal within each segment."""
+
+class Lengths(Protocol):
+    """A kernel: query [U, Hq, D], key and value [T, Hkv, D] -> [U, Hq, D], causal within each segment."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, at: tuple[Tensor, int], keys_at: tuple[Tensor, int], scale: float | None,
+        window: int,
+    ) -> Tensor:  # fmt: skip
+        """at: boundaries [S + 1] int32 and the longest segment, of queries; keys_at: likewise of keys, of which a segment may
+        have more: its queries are then the last of it. window: tokens seen to the left, or -1."""
 
 
 def machine(device: str, dtype: torch.dtype) -> KernelHost:
@@ -39,8 +46,11 @@ def by_lengths(kind: Kind) -> Lengths:
 def _installed(package: str) -> Lengths:
     function: Callable[..., Any] = importlib.import_module(package).flash_attn_varlen_func
 
-    def run(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float | None, window: int) -> Tensor:
-        found = function(q, k, v, at, at, longest, longest, softmax_scale=scale, causal=True, window_size=(window, 0))
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, at: tuple[Tensor, int], keys_at: tuple[Tensor, int], scale: float | None, window: int
+    ) -> Tensor:
+        told = at[0], keys_at[0], at[1], keys_at[1]
+        found = function(q, k, v, *told, softmax_scale=scale, causal=True, window_size=(window, 0))
         result: Tensor = found[0] if isinstance(found, tuple) else found  # early versions of FlashAttention 3 say more
         return result
 
@@ -53,8 +63,11 @@ def _built_in() -> Lengths:
     # torch 2.11 shares key heads among query heads unasked; later ones want to be told
     sharing: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
-    def run(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float | None, window: int) -> Tensor:
-        result = varlen_attn(q, k, v, at, at, longest, longest, scale=scale, window_size=(window, 0), **sharing)
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, at: tuple[Tensor, int], keys_at: tuple[Tensor, int], scale: float | None, window: int
+    ) -> Tensor:
+        told = at[0], keys_at[0], at[1], keys_at[1]
+        result = varlen_attn(q, k, v, *told, scale=scale, window_size=(window, 0), **sharing)
         assert isinstance(result, Tensor)  # a tuple only where more is asked for
         return result
 

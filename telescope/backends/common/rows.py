@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from telescope.algorithms.base import PackedRow
-from telescope.maths import packing
+from telescope.maths import packing, prefixes
 
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """One packed row of T tokens, n of them sampled, S segments, on the device."""
+    """One packed row of T tokens, n of them sampled, S segments, on the device. Of the tokens U are run through the model: all
+    but those that repeat what the sample before theirs begins with."""
 
     temperature: float | np.ndarray  # of all sampled tokens, or [n] float32 where they differ; still on the host
-    ids: Tensor  # [1, T] int64
-    position_ids: Tensor  # [1, T] int64
+    ids: Tensor  # [1, U] int64
+    position_ids: Tensor  # [1, U] int64
+    before: Tensor  # [n] int64, which of the U tokens comes before each sampled one
     sampled: Tensor  # [n] int64, where the mask is True
     targets: Tensor  # [n] int64, the tokens there
     rollout: Tensor  # [T] float32
@@ -52,9 +54,15 @@ class DeviceRow:
 def to_device(arrays: packing.RowArrays, device: str) -> DeviceRow:
     """Copies without waiting for them."""
     sampled = np.flatnonzero(arrays.mask)
+    ids, positions, before = arrays.ids, arrays.position_ids, sampled - 1
+    if arrays.repeated:
+        computed = prefixes.computed(arrays.boundaries, arrays.repeated)
+        before = prefixes.places(arrays.boundaries, arrays.repeated)[before]
+        ids, positions = ids[computed], positions[computed]
     given = (
-        arrays.ids[None],
-        arrays.position_ids[None],
+        ids[None],
+        positions[None],
+        before,
         sampled,
         arrays.ids[sampled],
         arrays.logprobs,

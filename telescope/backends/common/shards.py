@@ -30,9 +30,12 @@ def trajectories(shard: TrainShard) -> list[Trajectory]:
     ]
 
 
-def rows_needed(shard: TrainShard, *, seq_len: int) -> list[int]:
+def rows_needed(shard: TrainShard, *, seq_len: int, share_prefixes: bool = False) -> list[int]:
     """The fewest rows of each minibatch. A trajectory longer than `seq_len` is refused."""
-    return [packing.rows_needed([shard.items[index].length for index in own], seq_len=seq_len) for own in _by_minibatch(shard)]
+    members = _by_minibatch(shard)
+    if share_prefixes:
+        return [packing.shared_rows_needed(*_samples(shard, own), seq_len=seq_len) for own in members]
+    return [packing.rows_needed(_lengths(shard, own), seq_len=seq_len) for own in members]
 
 
 def pack(
@@ -42,23 +45,36 @@ def pack(
     multiple: int,
     rows: Sequence[int] = (),
     attention_length: float = ATTENTION_LENGTH,
+    share_prefixes: bool = False,
 ) -> list[list[packing.Row]]:
     """Rows of the shard, minibatch by minibatch; their items count through the shard. `rows`: as many as a minibatch may be
-    spread over, where that is more than it needs. A trajectory longer than `seq_len` is refused."""
+    spread over, where that is more than it needs. A trajectory longer than `seq_len` is refused. `share_prefixes`: what
+    trajectories of a row have in common is computed once."""
     members = _by_minibatch(shard)
-    return [
-        [
-            replace(row, items=tuple(own[item] for item in row.items))
-            for row in packing.pack(
-                [shard.items[index].length for index in own],
-                seq_len=seq_len,
-                multiple=multiple,
-                rows=most,
-                attention_length=attention_length,
+    plans = []
+    for own, most in zip(members, rows or [0] * len(members), strict=True):
+        if share_prefixes:
+            samples, groups = _samples(shard, own)
+            plan = packing.pack_shared(
+                samples, groups, seq_len=seq_len, multiple=multiple, rows=most, attention_length=attention_length
+            )  # fmt: skip
+        else:
+            plan = packing.pack(
+                _lengths(shard, own), seq_len=seq_len, multiple=multiple, rows=most, attention_length=attention_length
             )
-        ]
-        for own, most in zip(members, rows or [0] * len(members), strict=True)
-    ]
+        plans.append([replace(row, items=tuple(own[item] for item in row.items)) for row in plan])
+    return plans
+
+
+def _lengths(shard: TrainShard, own: Sequence[int]) -> list[int]:
+    return [shard.items[index].length for index in own]
+
+
+def _samples(shard: TrainShard, own: Sequence[int]) -> tuple[list[np.ndarray], list[int]]:
+    """Tokens and group of each."""
+    ends = np.cumsum([item.length for item in shard.items])
+    ids = [shard.ids[ends[index] - shard.items[index].length : ends[index]] for index in own]
+    return ids, [shard.items[index].group_id for index in own]
 
 
 def _by_minibatch(shard: TrainShard) -> list[list[int]]:
@@ -81,9 +97,9 @@ def host_metrics(shard: TrainShard, plan: Sequence[packing.Row]) -> tuple[dict[s
     lags = staleness(shard)
     sums = {
         "trained_tokens": float(len(lags)),
-        "packed_tokens": float(sum(row.used for row in plan)),
-        "squared_tokens": float(sum(length * length for row in plan for length in row.lengths)),
-        "row_tokens": float(sum(row.size for row in plan)),
+        "packed_tokens": float(sum(row.computed for row in plan)),
+        "squared_tokens": float(sum(row.squares for row in plan)),
+        "row_tokens": float(sum(row.computed_size for row in plan)),
         "rows": float(len(plan)),
         "filler_rows": float(sum(not row.items for row in plan)),
         "staleness_mean": float(lags.sum()),

@@ -63,6 +63,8 @@ class SteppingBackend:
     _updater: Updater
     _work: TrainingWork
     _peak: float | None
+    _shares_prefixes: bool = False
+    """Whether what samples of a row have in common is computed once."""
     _load: ExpertLoad | None = None
     """Where the policy counts, while it trains, what its experts get; None: it has none."""
     _step: int = 0
@@ -187,7 +189,9 @@ class SteppingBackend:
         """Rows of this rank by minibatch, each filled up to the largest count of all ranks."""
         trainer = self._job.trainer
         self._refuse_long(max((item.length for item in shard.items), default=0))
-        counts = torch.tensor(shards.rows_needed(shard, seq_len=trainer.seq_len), device=self._device)
+        shares = self._shares_prefixes
+        needed = shards.rows_needed(shard, seq_len=trainer.seq_len, share_prefixes=shares)
+        counts = torch.tensor(needed, device=self._device)
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         rows = [max(count, 1) for count in counts.tolist()]
         plans = shards.pack(
@@ -196,6 +200,7 @@ class SteppingBackend:
             multiple=trainer.pad_to_multiple_of,
             rows=rows,
             attention_length=self.attention_length,
+            share_prefixes=shares,
         )
         return [
             packing.with_filler(plan, count, multiple=trainer.pad_to_multiple_of)

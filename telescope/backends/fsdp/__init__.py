@@ -37,6 +37,10 @@ class FSDP(BackendSettings):
     attention: Literal["auto", "flash", "flash3", "cudnn", "flash2", "varlen", "flex", "sdpa"] = "auto"
     """Kernel of the attention within each packed sample. auto: the first of flash3, cudnn, flash2, varlen, flex and sdpa that
     works here; flash: the first of flash3, flash2 and varlen. All but flex and sdpa compute in half precision on a GPU."""
+    share_prefixes: bool = False
+    """What samples of a row have in common from their first token on, such as the prompt of a group, is computed once, and
+    rows are filled by what is computed: fewer tokens for the same gradient. Not with context_parallel_size above 1, nor of
+    models with experts."""
     context_parallel_size: int = Field(default=1, ge=1, le=64)
     """Trainer ranks that share each packed row, an equal part of its tokens each: longer rows in the same memory. Must divide
     the number of ranks, the model's attention heads and trainer.pad_to_multiple_of."""
@@ -120,6 +124,11 @@ class FSDP(BackendSettings):
             yield (
                 f"backend.offload=parameters leaves the update to the host's processors, which are slow at what "
                 f"backend.optimizer={self.optimizer} does: set offload=optimizer, or optimizer=adamw"
+            )
+        if self.share_prefixes and self.context_parallel_size > 1:
+            yield (
+                f"backend.share_prefixes=true and backend.context_parallel_size={self.context_parallel_size} do not go "
+                "together: ranks that share a row cut it by place; set share_prefixes=false"
             )
         if self.compile and self.attention == "flex":
             yield "backend.compile=true leaves attention out, and attention=flex is compiled itself: set flash or sdpa"

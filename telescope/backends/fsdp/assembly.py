@@ -41,13 +41,18 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
             f"trainer.router_replay=true gives routers the experts that servers recorded, and {type(lm).__name__} has none of "
             f"those that are known here ({', '.join(routers.KNOWN)}): set it to false"
         )
+    if settings.share_prefixes and policy.experts:
+        raise UnfitModel(
+            f"backend.share_prefixes=true computes what samples have in common once, and so would count it once among what the "
+            f"experts of {type(lm).__name__} get: set it to false"
+        )
     uniform = all(parameter.dtype == computing for parameter in policy.parameters())  # adapters are float32 in any model
     precision = MixedPrecisionPolicy(param_dtype=None if uniform else computing, reduce_dtype=torch.float32)
     offload = _offload(settings, job)
     policy.shard(spread.mesh, precision, reshard_layers=settings.reshard_after_forward, offload=offload)
     loading.fill(policy, checkpoint, _home(settings, job), spread)
     tolerance = 1e-3 if computing == torch.float32 else 0.5
-    policy.verify(job, tolerance)
+    policy.verify(job, tolerance, shares_prefixes=settings.share_prefixes)
     log.info(
         "%s: %.2fM weights in %s, %.2fM of them trained, computing in %s, attention %s, checkpointing %s%s",
         type(lm).__name__,

@@ -40,6 +40,7 @@ class FSDPBackend(SteppingBackend):
 
     def __init__(self, settings: FSDP, job: Job) -> None:
         self._job = job
+        self._shares_prefixes = settings.share_prefixes
         self._device = job.world.device
         computing = getattr(torch, settings.mixed_precision_dtype or job.model.dtype)
         kind = kernels.choose(settings.attention, kernels.machine(self._device, computing))
@@ -123,7 +124,8 @@ class FSDPBackend(SteppingBackend):
 
     def _on_device(self, arrays: packing.RowArrays) -> tuple[rows.DeviceRow, RowInput]:
         row = rows.to_device(arrays, self._device)
-        segments = attention.segments(self._policy.kind, arrays.boundaries, self._device, self._spread.context)
+        kind, context = self._policy.kind, self._spread.context
+        segments = attention.segments(kind, arrays.boundaries, self._device, context, arrays.repeated)
         piece = self._policy.piece(len(arrays.ids), np.flatnonzero(arrays.mask) - 1)
         told = None if self._load is None else routing.of_row(arrays, self._device)
-        return row, RowInput(row.ids, row.position_ids, segments, row.sampled - 1, row.targets, row.temperature, piece, told)
+        return row, RowInput(row.ids, row.position_ids, segments, row.before, row.targets, row.temperature, piece, told)

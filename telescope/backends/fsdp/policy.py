@@ -25,9 +25,11 @@ from telescope.backends.common.models import UnfitModel as UnfitModel
 from telescope.backends.common.rotations import samples_up_to
 from telescope.backends.common.routing import RowRouting
 from telescope.backends.common.rows import sent
+from telescope.backends.common.shared_prefixes import take
 from telescope.backends.fsdp.gather import BucketPart
 from telescope.backends.fsdp.routers import Routers
 from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
+from telescope.maths import prefixes
 from telescope.maths.support import WHOLE, Support
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class RowInput:
     ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64
     segments: attention.Segments
-    places: Tensor  # [n] int64, the tokens before the sampled ones
+    places: Tensor  # [n] int64, the tokens before the sampled ones; one may stand before the sampled ones of several samples
     targets: Tensor  # [n] int64, the sampled tokens
     temperature: float | np.ndarray  # of all of them, or [n] float32; FSDP would round a tensor to its precision
     piece: Piece | None = None
@@ -107,7 +109,8 @@ class Policy(nn.Module):
             return logp.gather(1, row.targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
         hidden = self.lm.get_decoder()(**kwargs).last_hidden_state[0]  # [T, H]
         head = self.lm.get_output_embeddings().weight
-        taken = hidden.index_select(0, row.places).to(head.dtype)
+        shared = row.segments.shared is not None
+        taken = (take(hidden, row.places) if shared else hidden.index_select(0, row.places)).to(head.dtype)
         each = row.temperature
         temperature = sent(each, str(row.ids.device)) if isinstance(each, np.ndarray) else each
         return logprobs(taken, head, row.targets, temperature, chunk, support)
@@ -199,11 +202,12 @@ class Policy(nn.Module):
         return self._kept
 
     @torch.no_grad()
-    def verify(self, job: Job, tolerance: float) -> None:
+    def verify(self, job: Job, tolerance: float, *, shares_prefixes: bool = False) -> None:
         """Raise `UnfitModel` unless a packed sample's log-probs are those of the sample alone by the model's own head,
         and are the same, to the bit, whatever is packed before it; within the tolerance where there are experts, as how many
         tokens of a row an expert gets decides how its products are rounded. And unless its layers' masks show a token of
-        the longest samples what attention here shows it; `shortest_hidden` is then known."""
+        the longest samples what attention here shows it; `shortest_hidden` is then known. `shares_prefixes`: nor unless
+        samples that begin alike have the same log-probs, within the tolerance, where their beginning is computed once."""
         device, temperature = job.world.device, job.temperature
         vocabulary = self.lm.get_input_embeddings().weight.shape[0]
         tokens = 9 if self.context is None else -(-9 // self.context.size) * self.context.size
@@ -219,8 +223,14 @@ class Policy(nn.Module):
             ) from error
         alone = self(self._sample_row([second], device, temperature), 16, whole_logits=True)[0]
         look = self._look(second, device, temperature, job.trainer.seq_len)
+        apart = self._distance_of_shared(first, second, other, device, temperature) if shares_prefixes else 0.0
         self.free_gathered()
         name = type(self.lm).__name__
+        if not apart <= tolerance:
+            raise UnfitModel(
+                f"{name} gives samples log-probs that are {apart:.2g} from their own where the beginning that they share is "
+                "computed once (backend.share_prefixes=true): set it to false"
+            )
         moved = (together - beside_other).abs().max().item()
         if not moved <= (tolerance if self.experts else 0.0):
             raise UnfitModel(
@@ -238,6 +248,15 @@ class Policy(nn.Module):
             )
         self.shortest_hidden = look.shortest
         self.refuse_hidden(job.longest)
+
+    def _distance_of_shared(
+        self, beginning: np.ndarray, end: np.ndarray, other: np.ndarray, device: str, temperature: float
+    ) -> float:
+        """Of log-probs of two samples with one beginning, from those without sharing: the largest difference."""
+        samples = [np.concatenate([beginning, end]), np.concatenate([beginning, other])]
+        rows = [self._sample_row(samples, device, temperature, repeated) for repeated in ((), (0, len(beginning)))]
+        apart, shared = (self(row, 16)[0] for row in rows)
+        return float((apart - shared).abs().max())
 
     def refuse_hidden(self, longest: int) -> None:
         """Raise `UnfitModel` where a layer's mask alone would hide something of samples of `longest` tokens."""
@@ -258,8 +277,11 @@ class Policy(nn.Module):
             self(row, 16, whole_logits=True)
         return look
 
-    def _sample_row(self, samples: list[np.ndarray], device: str, temperature: float) -> RowInput:
-        """All tokens but each sample's first as sampled ones; padded where ranks share it, so that it can be cut."""
+    def _sample_row(
+        self, samples: list[np.ndarray], device: str, temperature: float, repeated: tuple[int, ...] = ()
+    ) -> RowInput:  # fmt: skip
+        """All tokens but each sample's first as sampled ones; padded where ranks share it, so that it can be cut. `repeated`:
+        leading tokens of a sample that the one before it has too, and which are not computed again."""
         total = sum(len(sample) for sample in samples)
         padding = 0 if self.context is None else -total % self.context.size
         if padding:
@@ -269,10 +291,11 @@ class Policy(nn.Module):
         positions = np.concatenate([np.arange(length) for length in lengths])
         places = np.flatnonzero(np.append(positions[1:], 0)[:total] != 0)
         places = places[places < total - 1]
-        arrays = (ids[None], positions[None], places, ids[places + 1])
-        ids_, positions_, places_, targets_ = (torch.from_numpy(array).to(device) for array in arrays)
         boundaries = np.cumsum([0, *lengths])
-        segments = attention.segments(self.kind, boundaries, device, self.context)
+        run, stand_in = prefixes.computed(boundaries, repeated), prefixes.places(boundaries, repeated)
+        arrays = (ids[run][None], positions[run][None], stand_in[places], ids[places + 1])
+        ids_, positions_, places_, targets_ = (torch.from_numpy(array).to(device) for array in arrays)
+        segments = attention.segments(self.kind, boundaries, device, self.context, repeated)
         routing = None if self.routers is None else RowRouting(torch.ones(total + padding, dtype=torch.bool, device=device))
         return RowInput(ids_, positions_, segments, places_, targets_, temperature, self.piece(len(ids), places), routing)
 

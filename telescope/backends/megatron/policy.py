@@ -132,7 +132,7 @@ class ParallelPolicy(nn.Module):
             routing = None if routing is None else routing.padded(missing)
         segments = attention.segments(self.kind, boundaries, self._device, context)
         cos, sin = self._rotation(torch.empty(0, dtype=self._computing, device=self._device), positions)
-        before, targets, temperature, piece = row.sampled - 1, row.targets, row.temperature, None
+        before, targets, temperature, piece = row.before, row.targets, row.temperature, None
         if context is not None:
             piece = context.piece(ids.shape[1], places)
             ids, cos, sin = ids[:, piece.tokens], cos[:, piece.tokens], sin[:, piece.tokens]
