@@ -28,25 +28,23 @@ from telescope.config.secrets import SecretMissing
 from telescope.runlog import temporary
 from telescope.runlog.layout import RunDirectory
 
-INTERRUPTS = shim.ENDING_SIGNALS
-
 
 class CaughtSignals:
     """While a run goes on, signals arrive through a pipe and orphans of the run come to this process."""
 
     def __init__(self, warning: int | None = None) -> None:
         """`warning`: a further signal, which says that the time is nearly up."""
-        self._numbers = INTERRUPTS if warning is None else (*INTERRUPTS, warning)
+        self._numbers = shim.ENDING_SIGNALS if warning is None else (*shim.ENDING_SIGNALS, warning)
 
     def __enter__(self) -> shim.Wakeup:
-        self._handlers = {number: signal.getsignal(number) for number in self._numbers}
         shim.set_process_flag(shim.PR_SET_CHILD_SUBREAPER, 1)
-        return shim.Wakeup(self._numbers)
+        self._wakeup = shim.Wakeup()
+        self._wakeup.listen(self._numbers)
+        return self._wakeup
 
     def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(-1)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._wakeup.rest()
+        self._wakeup.close()
         shim.set_process_flag(shim.PR_SET_CHILD_SUBREAPER, 0)
 
 

@@ -1,21 +1,21 @@
-"""Keeps an end by signal waiting while something is set up that must not be left half done.
+"""What a command does about an end by signal while something is under way that must not be left half done: the end waits, or
+what has been made goes at once.
 
-The first signal is noted, for whoever holds it to act on when its step is whole; the second one acts as if it were not held.
+A signal that is held is noted, for whoever holds it to act on when its step is whole; the second one acts as if it were not.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
-from telescope._launch.shim import ENDING_SIGNALS
+from telescope._launch import terminal
+from telescope._launch.shim import ENDING_SIGNALS, may_answer
 
-NOTE = b"Interrupted: what is under way is taken back, or named where it can't be. Once more leaves at once.\n"
+NOTE = "Interrupted: what is under way is taken back, or named where it can't be. Once more leaves at once.\n"
 
 
 class HeldSignals:
@@ -36,24 +36,37 @@ class HeldSignals:
             signal.raise_signal(number)
             return
         self.number = number
-        with contextlib.suppress(OSError):  # the terminal may be gone, and one that is stopped takes nothing
-            if select.select([], [2], [], 0)[1]:
-                os.write(2, NOTE)
+        terminal.say_at_once(NOTE)
 
 
 @contextlib.contextmanager
 def hold_signals() -> Iterator[HeldSignals]:
-    """Within, SIGHUP, SIGINT and SIGTERM are noted; those that the process ignores stay ignored. Only the main thread can hold
-    them: elsewhere nothing is held."""
+    """Within, SIGINT, SIGTERM and SIGHUP are noted."""
     held = HeldSignals()
-    if threading.current_thread() is not threading.main_thread():
+    with answered_by(held.note):
         yield held
-        return
-    caught = [number for number, handler in held.before.items() if handler not in (signal.SIG_IGN, None)]
-    for number in caught:
-        signal.signal(number, held.note)
+
+
+@contextlib.contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """Within, SIGINT, SIGTERM and SIGHUP raise `Interrupted` wherever the command is, so that what it has made goes with it."""
+    from telescope.wire.process import Interrupted
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    with answered_by(leave):
+        yield
+
+
+@contextlib.contextmanager
+def answered_by(hear: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Within, `hear` is called for SIGINT, SIGTERM and SIGHUP. Only in the main thread: no other hears any."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, hear) for number in filter(may_answer, ENDING_SIGNALS)}
     try:
-        yield held
+        yield
     finally:
-        for number in caught:
-            signal.signal(number, held.before[number])
+        for number, handler in before.items():
+            signal.signal(number, handler)

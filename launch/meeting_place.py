@@ -24,8 +24,5 @@ def open_meeting_place(plan: LaunchPlan, port: int = 0) -> Iterator[dict[str, st
         with contextlib.closing(KeptPort(plan.head_address)) as kept:
             yield {"MASTER_PORT": str(kept.number)}
     else:
-        folder = temporary.make()
-        try:
+        with temporary.open_folder() as folder:
             yield {MEETING_FILE: str(folder / "ranks")}
-        finally:
-            temporary.discard(folder)

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from telescope.config.models import ModelBroken, check_files, check_weights, mod
 from telescope.config.precision import unserved
 from telescope.config.run import as_json, dump_run
 from telescope.config.secrets import find_missing
+from telescope.runlog import temporary
 from telescope.runlog.layout import write_atomically
 from telescope.weights.base import TransportRefused
 from telescope.weights.transport_choice import choose, placement_of
@@ -133,8 +133,7 @@ def _check_environments(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
 
 def _rehearse(config: RunConfig, labels: list[str], environment: Mapping[str, str]) -> list[str]:
     """Each in a process of its own, so that a slow one hides nothing of the others."""
-    with tempfile.TemporaryDirectory(prefix="telescope-") as folder:
-        place = Path(folder)
+    with temporary.open_folder() as place:
         write_atomically(place / rehearsal.CONFIG, dump_run(config), mode=0o600)
         found: list[str] = []
         for begin in range(0, len(labels), REHEARSED_AT_ONCE):

@@ -207,6 +207,8 @@ def begin_attempt(run: RunDirectory, config_hash: str, name: str) -> int:
     """Put what the last attempt wrote aside, its configuration too, and give the next one its name. Gives its number."""
     number = keep_settings(run) + 1
     attempts.put_aside(run, number - 1)
+    with contextlib.suppress(FileNotFoundError):  # it is not the job's any more, which has ended (`refuse_queued`)
+        os.replace(run.slurm_json, run.earlier_attempt(number - 1) / run.slurm_json.name)
     write_identity(run, msgspec.structs.replace(read_identity(run), attempt=name, config_hash=config_hash))
     attempts.note_start(run, number, name)
     return number

@@ -123,16 +123,37 @@ def end_all(find: Callable[[], Collection[int]], wait: Callable[[float], None], 
     return []
 
 
-class Wakeup:
-    """A pipe that becomes readable when one of `signals` arrives, so that one `select` waits for signals and sockets."""
+def may_answer(number: int) -> bool:
+    """False for a hang-up that whoever started this process, nohup say, has it ignore. A SIGINT is answered all the same: it is
+    how a run is asked to stop, and a script's shell has each background job ignore it."""
+    return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
 
-    def __init__(self, signals: Collection[int]) -> None:
+
+class Wakeup:
+    """A pipe that becomes readable when a signal arrives, so that one `select` waits for signals and sockets. Of the main
+    thread, while it listens."""
+
+    def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(self._writer, False)
+        self._before: dict[int, Any] = {}
+
+    def listen(self, signals: Collection[int]) -> None:
+        """For these and no other, until `rest`."""
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in signals:
-            signal.signal(number, lambda *_: None)
+        for number in filter(may_answer, signals):
+            self._before[number] = signal.signal(number, lambda *_: None)
+
+    def rest(self) -> None:
+        """The handlers are those from before again."""
+        signal.set_wakeup_fd(-1)
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self._writer)
 
     def arrived(self) -> list[int]:
         """Numbers of the signals since the last call."""
@@ -227,7 +248,8 @@ class Shim:
     def __init__(self, lifeline: Lifeline, command: list[str], output: RedactedOutput, *, hold: bool = False) -> None:
         self.lifeline = lifeline
         self.output = output
-        self.wakeup = Wakeup((signal.SIGCHLD, *ENDING_SIGNALS))
+        self.wakeup = Wakeup()
+        self.wakeup.listen((signal.SIGCHLD, *ENDING_SIGNALS))
         self.listening = [self.wakeup.reader, lifeline.reader]
         self.status: int | None = None
         self.told = False

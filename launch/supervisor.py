@@ -35,7 +35,7 @@ from telescope._launch.causes import (
     read_own_sentence,
     read_tail,
 )
-from telescope._launch.child_processes import INTERRUPTS, CaughtSignals, ChildProcesses, ManagedProcess, ProcessEnd
+from telescope._launch.child_processes import CaughtSignals, ChildProcesses, ManagedProcess, ProcessEnd
 from telescope._launch.closing_words import format_closing
 from telescope._launch.file_thread import FileThread
 from telescope._launch.held_signals import HeldSignals
@@ -47,7 +47,7 @@ from telescope._launch.run_dir_watch import LOOK_S as DIRECTORY_LOOK_S
 from telescope._launch.run_dir_watch import RunDirWatch
 from telescope._launch.server_restarts import ServerRestarts
 from telescope._launch.unblocked_output import count_dropped_lines, drain_output, unblock_output
-from telescope.exit_codes import COMPONENT_FAILED, DONE, ERROR, STOPPED
+from telescope.exit_codes import BY_SIGNAL, COMPONENT_FAILED, DONE, ERROR, STOPPED
 from telescope.runlog import temporary
 from telescope.runlog.files import read_object
 from telescope.runlog.layout import RunDirectory, write_atomically
@@ -172,7 +172,7 @@ def supervise_in_batch_system(
         code = supervisor.run(meeting)
         supervisor.conclude(code)
         drain_output()
-        late = [number for number in wakeup.arrived() if number in INTERRUPTS]
+        late = [number for number in wakeup.arrived() if number in shim.ENDING_SIGNALS]
     code = 128 + late[0] if late and code == 0 else code  # the summary is whole, but a sweep has to end
     return SupervisedRunEnd(code, supervisor.warned, supervisor.interrupted, supervisor.carrier_lost)
 
@@ -293,7 +293,7 @@ class Supervisor:
 
     def notice_signals(self) -> None:
         for number in self.wakeup.arrived():
-            if number in INTERRUPTS:
+            if number in shim.ENDING_SIGNALS:
                 self.interrupt(number)
             elif number == self.batch_system.warning:
                 self.warn()
@@ -632,6 +632,16 @@ def choose_exit_code(cause: FailureCause | None, orchestrator: int | None, *, wa
     if orchestrator == STOPPED or (warned and orchestrator != DONE):  # warned and done: it was so before it heard
         return STOPPED
     return DONE if interrupted is None else 128 + interrupted
+
+
+def note_failed_start(run: RunDirectory, code: int, sentence: str) -> None:
+    """Leave what a supervisor leaves of an attempt whose processes were not started, for those who ask how it ended. Raises
+    OSError."""
+    interrupted = code - 128 if code in BY_SIGNAL else None
+    cause = None if interrupted else FailureCause("supervisor", sentence, str(run.path), ())
+    if cause:
+        write_atomically(run.run_failure, sentence + "\n")
+    write_atomically(run.exit_json, format_exit_record(code, cause, {}, {}, interrupted))
 
 
 def format_exit_record(

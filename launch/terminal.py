@@ -24,6 +24,7 @@ def prepare() -> None:
     _say_anything()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it, and goes on to
         signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # `stty tostop` would stop a job in the background at its first line
 
 
 def _fill_closed_streams() -> None:
@@ -57,10 +58,18 @@ def say_lost(command: str, error: OSError) -> int:
     return UNPRINTED
 
 
+def say_at_once(text: str) -> None:
+    """On stderr, if it takes the text without a wait: a terminal that is stopped (Ctrl-S) takes nothing, and one may be gone.
+    For signal handlers, and for whoever holds what must not wait for a terminal."""
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, text.encode())
+
+
 def _leave(*_: object) -> None:
-    """At once, and not as an exception: inside an import or a library's callback it could be swallowed or printed."""
+    """At once, and not as an exception: inside an import or a library's callback it could be swallowed or printed. A command
+    that owns more than its process has it raised instead (`held_signals.raise_on_signals`)."""
     try:
-        if select.select([], [2], [], 0)[1]:  # a terminal that is stopped (Ctrl-S) takes nothing
-            os.write(2, b"Interrupted.\n")
-    finally:  # the terminal may be gone
+        say_at_once("Interrupted.\n")
+    finally:
         os._exit(INTERRUPTED)

@@ -4,6 +4,7 @@ has tested ends, whatever a failed test has left open."""
 from __future__ import annotations
 
 import faulthandler
+import signal
 
 import pytest
 import zmq
@@ -13,6 +14,9 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 END_S = 60.0
+
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # tests under nohup: what they start would inherit it, and heed it
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def _leave_open(context: zmq.Context[zmq.Socket[bytes]]) -> None:

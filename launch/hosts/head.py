@@ -1,6 +1,7 @@
 """The head of a run on several hosts, until processes start: the other nodes come, the plan is made, all are told.
 
-From then on it is `supervisor.supervise`. Owns the order of these steps and what each node is sent.
+From then on it is `supervisor.supervise`. Owns the order of these steps and what each node is sent; refuses to say what becomes
+of the run directory where it does not come so far.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 import msgspec
 import zmq
 
+from telescope._launch.held_signals import HeldSignals, raise_on_signals
 from telescope._launch.hosts import head_rendezvous
 from telescope._launch.hosts.address import NoAddress, find_head_address, find_interface, find_local_address, format_endpoint
 from telescope._launch.hosts.node_identity import KEY_BYTES, NodeIdentity, end_with_parent
@@ -19,7 +21,6 @@ from telescope._launch.hosts.node_protocol import HeadSocket
 from telescope._launch.hosts.other_nodes import NodesMissing, OtherNodes
 from telescope._launch.preflight import refuse
 from telescope._launch.process_plan import Host, LaunchPlan, PlanError, describe_shared_gpus, make_plan, write_plan
-from telescope._launch.supervisor import supervise
 from telescope._launch.this_host import inspect_this_host
 from telescope.config.run import RunConfig, config_hash
 from telescope.exit_codes import COMPONENT_FAILED, ERROR
@@ -27,38 +28,53 @@ from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.weights.base import TransportRefused
 from telescope.weights.transport_choice import choose, placement_of
+from telescope.wire.process import Interrupted
 from telescope.wire.security import make_keys
 
 SILENT_SHARE = 0.8
 """A node is lost before its processes are: then the reason names the node."""
 
 
-def run_head(run: RunDirectory, config: RunConfig, identity: NodeIdentity, say: Callable[[str], None]) -> int:
-    """Run on all nodes, in the foreground, from the main thread. Gives the exit code."""
+class NothingStarted(RuntimeError):
+    """The nodes can't be a run, or did not come to be one; all that came have been let go. The text says why."""
+
+    def __init__(self, code: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+def gather_nodes(
+    run: RunDirectory, config: RunConfig, identity: NodeIdentity, say: Callable[[str], None], held: HeldSignals
+) -> tuple[OtherNodes, int]:
+    """The other nodes, ready for `supervise`, and the port that is kept where the trainer's rank 0 will be (0: none is). A
+    signal ends the wait for them, also one that is `held` already. Raises `NothingStarted`."""
     if identity.under_torchrun:
         end_with_parent()
     try:
         host, socket = _open(run, config, identity)
     except (NoAddress, zmq.ZMQError) as error:
-        say(f"{error if isinstance(error, NoAddress) else _describe_bind_error(identity, error)}\nNothing was started.")
-        return ERROR
+        sentence = str(error) if isinstance(error, NoAddress) else _describe_bind_error(identity, error)
+        raise NothingStarted(ERROR, sentence) from error
     silent_s = SILENT_SHARE * config.orchestrator.silent_s
     nodes = OtherNodes(socket, identity.nodes, config_hash(config), silent_s, say)
     say(f"Waiting for {identity.nodes - 1} other node{'s' * (identity.nodes > 2)} at {socket.endpoint}.")
     try:
-        hosts = (host, *nodes.gather(config.cluster.placement_timeout_s))
-        plan = make_plan(config, hosts)
-        refuse(config, plan, elsewhere=True)
-        if shared := describe_shared_gpus(plan):
-            say(f"Warning: {shared}")
-        ports = _send_plan(run, config, nodes, plan, keyed=identity.key is not None)
-    except (PlanError, NodesMissing) as error:
-        code = COMPONENT_FAILED if isinstance(error, NodesMissing) else ERROR
+        with raise_on_signals():
+            if held.number is not None:
+                raise Interrupted(held.number)
+            hosts = (host, *nodes.gather(config.cluster.placement_timeout_s))
+            plan = make_plan(config, hosts)
+            refuse(config, plan, elsewhere=True)
+            if shared := describe_shared_gpus(plan):
+                say(f"Warning: {shared}")
+            ports = _send_plan(run, config, nodes, plan, keyed=identity.key is not None)
+    except (PlanError, NodesMissing, Interrupted) as error:
+        ended = 128 + error.number if isinstance(error, Interrupted) else COMPONENT_FAILED
+        code = ERROR if isinstance(error, PlanError) else ended
         nodes.end(code, str(error))
-        say(f"{error}\nNothing was started.")
-        return code
+        raise NothingStarted(code, str(error)) from error
     first = next((process.node for process in plan.processes if process.role == "trainer"), None)
-    return supervise(run, nodes=nodes, port=0 if first is None else ports.get(first, 0))
+    return nodes, 0 if first is None else ports.get(first, 0)
 
 
 def _open(run: RunDirectory, config: RunConfig, identity: NodeIdentity) -> tuple[Host, HeadSocket]:

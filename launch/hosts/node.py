@@ -23,7 +23,7 @@ import msgspec
 
 from telescope._launch import shim
 from telescope._launch.causes import read_tail_text
-from telescope._launch.child_processes import INTERRUPTS, CaughtSignals, ChildProcesses, LocalProcess
+from telescope._launch.child_processes import CaughtSignals, ChildProcesses, LocalProcess
 from telescope._launch.hosts.address import KeptPort, NoAddress, find_interface, find_local_address, format_endpoint
 from telescope._launch.hosts.head_rendezvous import HeadAddress, find_head
 from telescope._launch.hosts.node_identity import NodeIdentity, end_with_parent
@@ -286,7 +286,7 @@ class _NodeSupervisor:
 
     def _notice_signals(self) -> bool:
         for number in self._wakeup.arrived():
-            if number not in INTERRUPTS:
+            if number not in shim.ENDING_SIGNALS:
                 continue
             first = not self._report.interrupted
             self._report = msgspec.structs.replace(self._report, interrupted=number)

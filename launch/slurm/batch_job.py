@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from telescope._launch import prepare_attempt
-from telescope._launch.causes import FailureCause
 from telescope._launch.hosts.address import NoAddress, find_interface, find_local_address, is_own_address, resolve_address
 from telescope._launch.next_commands import list_next_lines
 from telescope._launch.preflight import refuse
@@ -27,7 +26,7 @@ from telescope._launch.slurm import queue
 from telescope._launch.slurm.allocation import LOOPBACK, AllocatedNode, SlurmAllocation, make_hosts, read_allocation, read_job
 from telescope._launch.slurm.batch_file import WARNED
 from telescope._launch.slurm.requeueing import AttemptEnd, AttemptOutcome, JobFacts, judge_end
-from telescope._launch.supervisor import BatchSystem, SupervisedRunEnd, format_exit_record, supervise_in_batch_system
+from telescope._launch.supervisor import BatchSystem, SupervisedRunEnd, note_failed_start, supervise_in_batch_system
 from telescope._launch.unblocked_output import unblock_output
 from telescope.config.redacted_output import redact, redact_output
 from telescope.config.run import RunConfig, load_run
@@ -35,7 +34,7 @@ from telescope.config.slurm import SlurmSettings
 from telescope.exit_codes import ERROR
 from telescope.runlog import attempts
 from telescope.runlog.holder import hold
-from telescope.runlog.layout import RunDirectory, write_atomically
+from telescope.runlog.layout import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -136,12 +135,10 @@ def _read_configuration(directory: RunDirectory) -> tuple[RunConfig, SlurmSettin
 
 
 def _refuse(directory: RunDirectory, attempt: attempts.Attempt, error: Exception) -> NoReturn:
-    """End an attempt whose processes were not started, and leave what a supervisor leaves, for those who ask how it ended."""
+    """End an attempt whose processes were not started."""
     sentence = redact(str(error))
     log.error("%s", sentence)
-    cause = FailureCause("supervisor", sentence, "", ())
-    write_atomically(directory.run_failure, f"{sentence}\n")
-    write_atomically(directory.exit_json, format_exit_record(ERROR, cause, {}, {}, None))
+    note_failed_start(directory, ERROR, sentence)
     attempts.end(directory, attempt, "failed", ERROR, requeued=False)
     raise SystemExit(ERROR) from None
 

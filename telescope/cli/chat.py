@@ -46,9 +46,10 @@ Ctrl-C stops an answer, Ctrl-D (or Ctrl-C at the prompt) leaves, /new begins ano
 def main(arguments: Sequence[str]) -> int:
     """The exit code."""
     asked = _parse(arguments)
+    from telescope._launch.held_signals import raise_on_signals
     from telescope.cli.chat_stream import AnswerRefused, ServerUnreachable
     from telescope.cli.resume import WrongOverride
-    from telescope.cli.server_process import ServerProcessEnded, raise_on_signals
+    from telescope.cli.server_process import ServerProcessEnded
     from telescope.cli.start import say
     from telescope.cli.targets import TargetRefused, is_override
     from telescope.compose.load import UsageError
@@ -122,10 +123,22 @@ def _read_messages(asked: argparse.Namespace) -> list[str]:
 
     messages: list[str] = asked.message or []
     if not messages and (sys.stdin is None or not sys.stdin.isatty()):
-        messages = ["" if sys.stdin is None else sys.stdin.read().rstrip("\n")]
+        try:
+            messages = ["" if sys.stdin is None else sys.stdin.read().rstrip("\n")]
+        except UnicodeDecodeError as error:
+            raise WrongOverride(f"stdin {_describe_no_text(error)}") from error
     if any(not message.strip() for message in messages):
         raise WrongOverride("there is nothing to ask: give a text with --message, on stdin, or at a terminal")
+    for message in messages:
+        try:
+            message.encode()
+        except UnicodeEncodeError as error:  # bytes that the locale has no characters for
+            raise WrongOverride(f"what is asked {_describe_no_text(error)}") from error
     return messages
+
+
+def _describe_no_text(error: UnicodeError) -> str:
+    return f"is not text in UTF-8 ({error.args[4]}): convert it, with iconv say, or set LC_ALL=C.UTF-8"
 
 
 # ---- whom it talks to
@@ -382,6 +395,7 @@ class _Answering:
 
     def converse(self, name: str, roles: Sequence[ChatRole]) -> int:
         """With a person, until he or she leaves. The exit code."""
+        signal.signal(signal.SIGTTOU, signal.SIG_DFL)  # in the background it must not set up a terminal that is a shell's
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 -- `input` then edits lines and remembers them
         tell = self._screen.tell
@@ -391,9 +405,13 @@ class _Answering:
         while True:
             try:
                 text = input(PROMPT)
+                text.encode()
             except (EOFError, KeyboardInterrupt):
                 tell("\n")
                 return DONE
+            except UnicodeError as error:
+                tell(f"What was typed {_describe_no_text(error)}.\n")
+                continue
             if text.strip() == NEW:
                 self._runner.run(self._conversation.forget())
                 tell("A new dialogue.\n")

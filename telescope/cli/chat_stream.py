@@ -11,8 +11,9 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from telescope.environments.chat import Sampled
@@ -26,6 +27,8 @@ CAUSE_CHARACTERS = 500
 LIMIT, OTHER_LIMIT = "max_tokens", "max_completion_tokens"
 """What servers call the most tokens of an answer: all but a few take the first."""
 REFUSED_LIMIT = (400, 422)
+MOST_TOKEN_ID = 2**31 - 1
+"""Ids are kept as int32."""
 
 
 class AnswerRefused(RuntimeError):
@@ -60,6 +63,26 @@ class SamplingOptions:
         return {LIMIT: most, **given, **({"stop": list(self.stop)} if self.stop else {})}
 
 
+class StreamedDelta(msgspec.Struct):
+    content: str | None = None
+
+
+class StreamedChoice(msgspec.Struct):
+    """One piece of an answer: of a dialogue its `delta`, else its `text`."""
+
+    delta: StreamedDelta | None = None
+    text: str | None = None
+    token_ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKEN_ID)], ...] | None = None
+    finish_reason: str | None = None
+
+
+class StreamedEvent(msgspec.Struct):
+    """What is used of a server-sent event."""
+
+    choices: tuple[StreamedChoice, ...] | None = None
+    error: Any = None
+
+
 @dataclass
 class StreamedAnswer:
     """What has come of an answer."""
@@ -73,15 +96,14 @@ class StreamedAnswer:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def add(self, choice: Mapping[str, Any]) -> str:
+    def add(self, choice: StreamedChoice) -> str:
         """Take one piece in; its text."""
-        delta = choice.get("delta")
-        text = choice.get("text") if delta is None else delta.get("content")
-        self.ids += choice.get("token_ids") or ()
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        text = (choice.text if choice.delta is None else choice.delta.content) or ""
+        self.ids += choice.token_ids or ()
+        self.finish_reason = choice.finish_reason or self.finish_reason
         if text:
             self.texts.append(text)
-        return text or ""
+        return text
 
     @property
     def reason(self) -> FinishReason:
@@ -166,7 +188,7 @@ class StreamingClient:
         except httpx.HTTPError as error:
             raise ServerUnreachable(f"{self.url} does not answer ({str(error) or type(error).__name__})") from error
 
-    async def _stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+    async def _stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[StreamedChoice]:
         """The choices of an answer's events, again with the limit's other name where the server wants that."""
         url = f"{self.url}{path}"
         while True:
@@ -183,7 +205,7 @@ class StreamingClient:
                 self._limit_name = OTHER_LIMIT
 
 
-async def _read_events(url: str, lines: AsyncIterator[str]) -> AsyncIterator[Mapping[str, Any]]:
+async def _read_events(url: str, lines: AsyncIterator[str]) -> AsyncIterator[StreamedChoice]:
     """The first choice of each server-sent event, up to `[DONE]`. Raises `AnswerRefused` for what is not one."""
     async for line in lines:
         if not line.startswith("data:"):
@@ -192,14 +214,13 @@ async def _read_events(url: str, lines: AsyncIterator[str]) -> AsyncIterator[Map
         if data == "[DONE]":
             return
         try:
-            event = json.loads(data)
-            choices = event.get("choices", ())
-        except (ValueError, AttributeError) as error:
+            event = msgspec.json.decode(data, type=StreamedEvent)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise AnswerRefused(f"{url}: its answer is not a stream of events: {data[:CAUSE_CHARACTERS]}") from error
-        if "error" in event:
-            raise AnswerRefused(f"{url}: {str(event['error'])[:CAUSE_CHARACTERS]}")
-        if choices:
-            yield choices[0]
+        if event.error is not None:
+            raise AnswerRefused(f"{url}: {str(event.error)[:CAUSE_CHARACTERS]}")
+        if event.choices:
+            yield event.choices[0]
 
 
 def _describe_refusal(url: str, status: int, text: str) -> str:

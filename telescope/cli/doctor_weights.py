@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import msgspec
 import numpy as np
 
 from telescope.records import Denominators, WeightGroup, WeightManifest
+from telescope.runlog import temporary
 
 if TYPE_CHECKING:
     from telescope._launch.process_plan import LaunchPlan
@@ -100,8 +100,8 @@ def check_weights(config: RunConfig, shard: Callable[[VllmEngine, RunConfig], An
 
     config = as_pair(config)
     plan = make_plan(config, (inspect_this_host(),))
-    with tempfile.TemporaryDirectory(prefix="telescope-doctor-") as folder:
-        directory = RunDirectory.create(Path(folder) / "pair")
+    with temporary.open_folder() as folder:
+        directory = RunDirectory.create(folder / "pair")
         directory.config_json.write_text(dump_run(config))
         identity = new_identity("doctor", datetime.now(UTC), config_hash(config))
         write_identity(directory, identity)

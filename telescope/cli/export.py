@@ -116,6 +116,8 @@ def export(source: Path, model: ModelSettings, to: Path, wanted: Wanted) -> int:
 
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportRefused(f"--to {to} exists and is not empty: name a new folder")
+    if to.exists() and to.samefile(Path()):  # it would be replaced, and whoever is in it would see nothing
+        raise ExportRefused(f"--to {to} is the folder that this command is given in: name a new one")
     if wanted.merge and model.lora is None:
         raise ExportRefused("--merge is for runs with model.lora, and this one trained all weights: leave it out")
     reader = ShardReader(source)

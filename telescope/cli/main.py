@@ -19,6 +19,9 @@ USAGE = 2
 class CliCommand:
     module: str
     does: str
+    takes_back: bool = False
+    """It makes what outlives a process, a sandbox or a folder of a model's size, of which a signal must leave nothing. What
+    starts runs and servers answers signals itself."""
 
 
 COMMANDS = {
@@ -31,11 +34,13 @@ COMMANDS = {
     "runs": CliCommand("telescope.cli.runs", "list runs, follow one's log, stop one, go on with one"),
     "show": CliCommand("telescope.cli.show.main", "what a run has learnt, why it may not, and what to try next"),
     "servers": CliCommand("telescope.cli.servers", "where a run's inference servers listen"),
-    "env": CliCommand("telescope.cli.env", "try an environment; print a trajectory token by token"),
-    "doctor": CliCommand("telescope.cli.doctor", "compare trainer and server: log-probs, weights"),
+    "env": CliCommand("telescope.cli.env", "try an environment; print a trajectory token by token", takes_back=True),
+    "doctor": CliCommand("telescope.cli.doctor", "compare trainer and server: log-probs, weights", takes_back=True),
     "replay": CliCommand("telescope.cli.replay", "does today's core decide as the run's journal says"),
-    "export": CliCommand("telescope.cli.export", "a checkpoint's weights as a model that transformers and vLLM load"),
-    "bundle": CliCommand("telescope.cli.bundle", "wheels and an install script for hosts without a registry"),
+    "export": CliCommand(
+        "telescope.cli.export", "a checkpoint's weights as a model that transformers and vLLM load", takes_back=True
+    ),
+    "bundle": CliCommand("telescope.cli.bundle", "wheels and an install script for hosts without a registry", takes_back=True),
     "completion": CliCommand("telescope.cli.completion", "print the shell's completion script"),
 }
 
@@ -52,7 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         sys.stderr.write(f"telescope {name}: there is no such command.{did_you_mean(name, list(COMMANDS))}\n{overview()}")
         return USAGE
-    return _print_all(lambda: import_module(COMMANDS[name].module).main(rest), f" {name}", rest)
+    return _print_all(lambda: _call(COMMANDS[name], rest), f" {name}", rest)
+
+
+def _call(command: CliCommand, arguments: Sequence[str]) -> int:
+    if not command.takes_back:
+        return int(import_module(command.module).main(arguments))
+    from telescope._launch.held_signals import raise_on_signals
+    from telescope.wire.process import Interrupted, leave
+
+    try:
+        with raise_on_signals():
+            return int(import_module(command.module).main(arguments))
+    except Interrupted as interrupted:
+        terminal.say_at_once("Interrupted.\n")
+        leave(128 + interrupted.number)
 
 
 def _print_all(act: Callable[[], int], name: str, arguments: Sequence[str]) -> int:

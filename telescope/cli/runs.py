@@ -147,15 +147,19 @@ def _nothing(folder: Path) -> str:
 
 
 def runs_below(folder: Path, depth: int = DEPTH) -> Iterator[RunDirectory]:
-    """Those in a folder, and the points of sweeps in it; of a run directory itself that run."""
+    """Those in a folder, and the points of sweeps in it; of a run directory itself that run. A folder that can't be read,
+    somebody else's say, is named and passed over."""
     if is_run(folder):
         yield RunDirectory(folder)
         return
-    for path in sorted(folder.iterdir()):
-        if is_run(path):
-            yield RunDirectory(path)
-        elif depth > 1 and path.is_dir() and not path.is_symlink():
-            yield from runs_below(path, depth - 1)
+    try:
+        for path in sorted(folder.iterdir()):
+            if is_run(path):
+                yield RunDirectory(path)
+            elif depth > 1 and path.is_dir() and not path.is_symlink():
+                yield from runs_below(path, depth - 1)
+    except OSError as error:
+        sys.stderr.write(f"{folder} is passed over: {error.strerror or error}\n")
 
 
 def job_states(runs: Sequence[RunLook]) -> dict[str, QueuedJob]:

@@ -29,8 +29,9 @@ It listens on this machine alone, unless --host and --key-env say otherwise. A r
 def main(arguments: Sequence[str]) -> int:
     """The exit code."""
     asked = _parse(arguments)
+    from telescope._launch.held_signals import raise_on_signals
     from telescope.cli.resume import WrongOverride
-    from telescope.cli.server_process import ServerProcessEnded, raise_on_signals
+    from telescope.cli.server_process import ServerProcessEnded
     from telescope.cli.start import say
     from telescope.cli.targets import TargetRefused, is_override
     from telescope.compose.load import UsageError
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _serve(target: str, asked: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from telescope._launch.terminal import say_at_once
     from telescope.cli.served_model import find_model, ready_weights
     from telescope.cli.server_process import ServerProcess, plan_server, write_curl
     from telescope.cli.start import say
@@ -82,7 +84,7 @@ def _serve(target: str, asked: argparse.Namespace, overrides: Sequence[str]) -> 
                 say(NO_TEMPLATE)
             say("Ctrl-C ends it.")
             server.wait_until_ended()
-            say("Stopping.")
+            say_at_once("Stopping.\n")  # whatever the terminal does, the server and its GPU go
     return DONE
 
 

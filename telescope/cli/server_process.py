@@ -13,7 +13,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from types import TracebackType
 
@@ -21,7 +21,7 @@ import msgspec
 
 from telescope._launch import shim
 from telescope._launch.causes import describe_end, read_own_sentence, read_tail
-from telescope._launch.child_processes import INTERRUPTS, ChildProcesses, LocalProcess
+from telescope._launch.child_processes import ChildProcesses, LocalProcess
 from telescope._launch.process_plan import PlanError, ProcessPlan, make_plan
 from telescope._launch.process_plan import read_plan as read_launch_plan
 from telescope._launch.this_host import inspect_this_host
@@ -99,15 +99,14 @@ class ServerProcess:
         self._folder = temporary.make()
         self._run = RunDirectory.create(self._folder / "server")
         self._ready, ready_end = os.pipe()
-        self._signalled, self._note_end = os.pipe()
-        for descriptor in (self._ready, self._signalled, self._note_end):
-            os.set_blocking(descriptor, False)
+        os.set_blocking(self._ready, False)
+        self._wakeup = shim.Wakeup()
         write_atomically(self._run.config_json, dump_run(self._config), mode=0o600)
         write_identity(self._run, new_identity(self._model.name, datetime.now().astimezone(), config_hash(self._config)))
         adapter = "" if self._model.adapter is None else str(self._model.adapter)
         write_alone(self._run, AloneServer(model=self._model.name, ready=ready_end, adapter=adapter))
         shim.set_process_flag(shim.PR_SET_CHILD_SUBREAPER, 1)
-        self._children = ChildProcesses((self._ready, self._signalled), say)
+        self._children = ChildProcesses((self._ready, self._wakeup.reader), say)
         refused = self._children.begin(self._plan, self._run, {}, passed=(ready_end,))
         os.close(ready_end)
         if refused:
@@ -127,7 +126,7 @@ class ServerProcess:
         until = time.monotonic() + self._start_s
         with self._hear_signals():
             while True:
-                self._children.wait(max(0.0, until - time.monotonic()))
+                self._wait(max(0.0, until - time.monotonic()))
                 if self._heard:
                     raise Interrupted(self._heard[0])
                 if url := self._read_url():
@@ -141,12 +140,12 @@ class ServerProcess:
         with self._hear_signals():
             while not self._heard:
                 self._refuse_ended()
-                self._children.wait(None)
+                self._wait(None)
         return self._heard[0]
 
     def refuse_ended(self) -> None:
         """Raises `ServerProcessEnded` where it is gone, or goes just now: for whoever asked it in vain."""
-        self._children.wait(NOTICE_S)
+        self._wait(NOTICE_S)
         self._refuse_ended()
 
     @property
@@ -179,55 +178,34 @@ class ServerProcess:
             process.leave(LEAVE_S, signal.SIGTERM)
         until, killed = time.monotonic() + LEAVE_S + KILL_S, False
         while not process.gone and time.monotonic() < until:
-            self._children.wait(max(0.0, until - time.monotonic()))
+            self._wait(max(0.0, until - time.monotonic()))
             if len(self._heard) > heard and not killed:
                 process.kill()
                 killed = True
         if not process.gone:
             process.kill_shim()
-            self._children.wait(KILL_S)
+            self._wait(KILL_S)
 
     def _close(self) -> None:
         self._children.close()
         shim.set_process_flag(shim.PR_SET_CHILD_SUBREAPER, 0)
-        for descriptor in (self._ready, self._signalled, self._note_end):
-            os.close(descriptor)
+        self._wakeup.close()
+        os.close(self._ready)
         temporary.discard(self._folder)
 
     @contextlib.contextmanager
     def _hear_signals(self) -> Iterator[None]:
         """Within, INT, TERM and HUP end a wait and nothing else."""
-
-        def note(number: int, _: object) -> None:
-            self._heard.append(number)
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._note_end, b"!")
-
-        with _answered_by(note):
+        self._wakeup.listen(shim.ENDING_SIGNALS)
+        try:
             yield
+        finally:
+            self._wakeup.rest()
 
-
-@contextlib.contextmanager
-def _answered_by(hear: Callable[[int, object], None]) -> Iterator[None]:
-    """Within, `hear` is called for INT, TERM and HUP; in the main thread."""
-    before = {number: signal.signal(number, hear) for number in INTERRUPTS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def raise_on_signals() -> Iterator[None]:
-    """Within, INT, TERM and HUP raise `Interrupted` wherever the command is, so that what it has made goes with it; in the main
-    thread."""
-
-    def leave(number: int, _: object) -> None:
-        raise Interrupted(number)
-
-    with _answered_by(leave):
-        yield
+    def _wait(self, seconds: float | None) -> None:
+        """Until a child or a signal has something to tell, or the time is up."""
+        self._children.wait(seconds)
+        self._heard += [number for number in self._wakeup.arrived() if number in shim.ENDING_SIGNALS]
 
 
 def write_curl(url: str, name: str, key_env: str | None, *, chat: bool) -> str:

@@ -173,10 +173,12 @@ def _after_failure(order: RunOrder, code: int) -> RunOrder | None:
 
 def _attempt(order: RunOrder) -> int | None:
     """Its exit code; None where it was refused, in words, before anything began. A signal waits until the directory is whole: a
-    new one is then taken back, a run that goes on is stopped in good order by its supervisor."""
+    new one is then taken back, a run that goes on is stopped in good order by its supervisor. Where the hosts do not come
+    together, a new directory is taken back too; of a run that goes on that attempt has failed."""
     from telescope._launch.held_signals import hold_signals
+    from telescope._launch.hosts.head import NothingStarted, gather_nodes
     from telescope._launch.save_forecast import describe_end_save
-    from telescope._launch.supervisor import supervise
+    from telescope._launch.supervisor import note_failed_start, supervise
     from telescope.cli.half_done import HalfDone
     from telescope.runlog.attempts import note_end
 
@@ -192,12 +194,16 @@ def _attempt(order: RunOrder) -> int | None:
             return held.exit_code
         for sentence in describe_end_save(order.config, directory):
             say(sentence)
-        if order.plan:
-            code = supervise(directory, held=held)
-    if not order.plan:
-        from telescope._launch.hosts.head import run_head
-
-        code = held.exit_code or run_head(directory, order.config, order.standing, say)
+        try:
+            nodes, port = (None, 0) if order.plan else gather_nodes(directory, order.config, order.standing, say, held)
+            code = supervise(directory, nodes=nodes, port=port, held=held)
+        except NothingStarted as error:
+            code = error.code
+            say(f"{error}\nNothing was started.")
+            if not again:
+                before.take_back_or_say(say)
+                return code
+            note_failed_start(directory, code, str(error))
     note_end(directory, code)
     return code
 

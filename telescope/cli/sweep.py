@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from telescope.config.redaction import is_secret_name, redact_shapes
+from telescope.config.redaction import is_hidden, redact_shapes
 from telescope.runlog.files import read_json
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.opening import RunLook, look
@@ -31,6 +31,8 @@ SHOWN_REASON = 1_000
 RESULTS = "sweep.json"
 LONGEST_NAME = 80
 """Of a point's folder, whose path stands in front of all its files."""
+_NAMED = re.compile(r"[\w-]+(?=\s*[=:])")
+"""What an override gives values to: `PGPASSWORD` of `cluster.env={PGPASSWORD:…}`, too."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 
 
@@ -38,9 +40,11 @@ def name_point(number: int, swept: Sequence[str], otherwise: str) -> str:
     """`003_learning_rate-0.0001_seed-2`: a folder and a job, by the values that were swept; `otherwise`: where none were. Of a
     setting its last word, which says enough to whoever chose it; secrets that were typed in are left out. A path of it can be
     given back as a setting as it is."""
-    values = [redact_shapes(override).lstrip("+").partition("=") for override in swept]
-    named = [(name.rpartition(".")[2], value) for name, _, value in values]
-    words = [name if is_secret_name(name) else f"{name}-{value}" for name, value in named]
+    words = []
+    for override in swept:
+        name, _, value = redact_shapes(override).lstrip("+").partition("=")
+        hides = any(map(is_hidden, _NAMED.findall(override)))
+        words.append(name.rpartition(".")[2] + ("" if hides else f"-{value}"))
     text = "_".join(_UNSAFE.sub("-", word) for word in words) or otherwise
     return f"{number:03d}_{text}"[:LONGEST_NAME].rstrip("_.")
 

@@ -23,7 +23,7 @@ from typing_extensions import TypeAliasType, is_typeddict
 
 from telescope.config import plugins
 from telescope.config.evals import EvalEntry
-from telescope.config.redaction import has_key_shape
+from telescope.config.redaction import has_key_shape, sounds_secret
 from telescope.config.run import RunConfig
 from telescope.config.secrets import has_reference, is_secret_name
 from telescope.config.sections import EnvironmentEntry, WeightSyncSettings
@@ -42,10 +42,6 @@ _OF_PLUGINS: Mapping[tuple[type[Settings], str], tuple[plugins.Kind[Any], _FindN
 as a whole."""
 _RECORDED = (bool, int, float, complex, Decimal, Fraction, PurePath, Enum, date, time, timedelta, type(None))
 """What is resolved and written down, so that a run can be made again. Whatever else a text may become stays a reference."""
-_SOUNDS_SECRET = re.compile(
-    r"(^|[_.-])(pwd|pat|dsn|auth|cookies?|authorization)$|passw|pwd$|secret|credential|api_?keys?$|(auth|access|bearer)_?tokens?$",
-    re.I,
-)
 _SHORTEST_KEY = 8
 
 
@@ -178,7 +174,7 @@ def _find_free_settings(value: Any, kind: Any, path: str = "") -> Iterator[tuple
 
 def _sounds_secret(path: str, text: str) -> bool:
     name = next((part for part in reversed(path.split(".")) if not part.isdigit()), "")
-    return len(text) >= _SHORTEST_KEY and len(text.split()) <= 2 and _SOUNDS_SECRET.search(name) is not None
+    return len(text) >= _SHORTEST_KEY and len(text.split()) <= 2 and sounds_secret(name)
 
 
 def _make_variable(path: str) -> str:

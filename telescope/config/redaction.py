@@ -23,6 +23,10 @@ HELD_BYTES = 65_536
 _SECRET_NAME = re.compile(
     r"(^|[_.-])(api_?key|access_?key|private_?key|key|token|passw(or)?d|passphrase|secret|credentials?)$", re.I
 )
+_SOUNDS_SECRET = re.compile(
+    r"(^|[_.-])(pwd|pat|dsn|auth|cookies?|authorization)$|passw|pwd$|secret|credential|api_?keys?$|(auth|access|bearer)_?tokens?$",
+    re.I,
+)
 _JOINT = re.compile(rb"[^\r\n]{%d,}" % SHORTEST_SCRUBBED)
 _OWN_NAME = re.compile(r"[a-z]+(_[a-z]+)*")
 _ENCODED = re.compile("%[0-9A-F]{2}")
@@ -72,8 +76,20 @@ _SHAPES: tuple[tuple[tuple[str, ...], re.Pattern[str]], ...] = (
 
 
 def is_secret_name(name: str) -> bool:
-    """True for `judge_api_key` and `HF_TOKEN`, False for `max_tokens`, `monkey` and `token_count`."""
+    """Whether nothing but a reference may stand there: True for `judge_api_key` and `HF_TOKEN`, False for `max_tokens`,
+    `monkey` and `token_count`."""
     return _SECRET_NAME.search(name) is not None
+
+
+def sounds_secret(name: str) -> bool:
+    """Whether a text there is most likely a secret, though it may stand there: True for `PGPASSWORD`, `MYSQL_PWD`, `auth` and
+    `SENTRY_DSN`, False for `token` and `key`, which are ordinary words as well, and for a shell's own folders."""
+    return name not in ("PWD", "OLDPWD") and _SOUNDS_SECRET.search(name) is not None
+
+
+def is_hidden(name: str) -> bool:
+    """Whether what stands under the name is not shown: one of both."""
+    return is_secret_name(name) or sounds_secret(name)
 
 
 def has_key_shape(text: str) -> bool:
@@ -87,9 +103,9 @@ def is_public_path(value: str) -> bool:
 
 
 def find_secret_values(environ: Mapping[str, str], names: Iterable[str] = ()) -> frozenset[str]:
-    """The values of the variables `names`, and of those that are called like a secret, with what is secret inside of them: the
+    """The values of the variables `names`, and of those whose name hides them, with what is secret inside of them: the
     password of a URL, each line of a key file."""
-    known = {*names, *filter(is_secret_name, environ)}
+    known = {*names, *filter(is_hidden, environ)}
     found = {part for name in known if name in environ for part in _take_apart(environ[name])}
     return frozenset(value for value in found if len(value) >= SHORTEST_SCRUBBED and not is_public_path(value))
 

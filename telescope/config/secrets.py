@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from telescope.config.redaction import REDACTED, find_secret_values, redact_shapes, spell_all
+from telescope.config.redaction import REDACTED, find_secret_values, is_hidden, redact_shapes, spell_all
 from telescope.config.redaction import is_secret_name as is_secret_name
 
 _WHOLE = re.compile(r"^\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}$")
@@ -107,9 +107,9 @@ def scrubbed(text: str, secrets: Iterable[str]) -> str:
 
 
 def redacted(settings: Any, name: str = "") -> Any:
-    """A copy for logs and mirrors: text under a secret name becomes `<redacted>` unless it is a reference."""
+    """A copy for logs and mirrors: text under a name that hides it becomes `<redacted>` unless it is a reference."""
     if isinstance(settings, Mapping):
         return {key: redacted(value, str(key)) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
         return [redacted(value, name) for value in settings]
-    return REDACTED if isinstance(settings, str) and is_secret_name(name) and not has_reference(settings) else settings
+    return REDACTED if isinstance(settings, str) and is_hidden(name) and not has_reference(settings) else settings

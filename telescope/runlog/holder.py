@@ -49,7 +49,7 @@ def find_state(holder: Holder) -> HolderState:
 
 
 def stop(holder: Holder, seconds: float) -> StopResult:
-    """Ask as Ctrl-C does, and wait for its end. Call it on the holder's own host."""
+    """Ask as Ctrl-C does, one that is stopped (Ctrl-Z) too, and wait for its end. Call it on the holder's own host."""
     try:
         descriptor = os.pidfd_open(holder.pid)
     except ProcessLookupError:
@@ -57,7 +57,8 @@ def stop(holder: Holder, seconds: float) -> StopResult:
     try:
         if _start_ticks(holder.pid) != holder.started:  # the descriptor holds the number: it can't be another's from here on
             return "gone"
-        signal.pidfd_send_signal(descriptor, signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGCONT):
+            signal.pidfd_send_signal(descriptor, number)
         return "ended" if select.select([descriptor], [], [], seconds)[0] else "late"
     except ProcessLookupError:
         return "gone"

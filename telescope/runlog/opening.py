@@ -97,10 +97,10 @@ class RunLook:
 
     @property
     def job(self) -> str:
-        """Of Slurm; empty where the run was not submitted, or in a dry run."""
+        """Of Slurm; empty where the run was not submitted, in a dry run, and where it has gone on without Slurm since."""
         if self.submission is not None:
             return self.submission.job_id
-        return next((one.job_id for one in reversed(self.attempts)), "")
+        return self.attempts[-1].job_id if self.attempts else ""
 
     @property
     def last_of_job(self) -> Attempt | None:

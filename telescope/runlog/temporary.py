@@ -28,13 +28,29 @@ _MOST_NOTED_BYTES = 1 << 20
 def make(prefix: str = PREFIX, base: Path | None = None) -> Path:
     """A new folder for this process, readable by its user alone, below `base` (None: where the system has its temporary ones).
     It goes when somebody sweeps there after the process's end."""
+    return _make(prefix, base)[0]
+
+
+def _make(prefix: str, base: Path | None) -> tuple[Path, int]:
+    """The folder, and the descriptor of its lock."""
     sweep(prefix, base)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base or _base()))
     making = folder / f"{_LOCK}.new"
     descriptor = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # open as long as the process lives
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     making.rename(folder / _LOCK)  # nobody sees it unlocked: a sweep in that instant would take the folder
-    return folder
+    return folder, descriptor
+
+
+@contextlib.contextmanager
+def open_folder() -> Iterator[Path]:
+    """One that goes with the block, or is swept after a process that was killed in it."""
+    folder, descriptor = _make(PREFIX, None)
+    try:
+        yield folder
+    finally:
+        discard(folder)
+        os.close(descriptor)  # of a sweep's hundreds of runs each has one
 
 
 def sweep(prefix: str = PREFIX, base: Path | None = None) -> None:

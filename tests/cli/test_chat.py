@@ -30,6 +30,7 @@ from telescope.cli.chat_stream import (
     AnswerStopped,
     SamplingOptions,
     ServerUnreachable,
+    StreamedChoice,
     StreamedTokens,
     StreamingClient,
 )
@@ -97,11 +98,14 @@ class Answers(BaseHTTPRequestHandler):
             more = {"finish_reason": "stop" if at == len(pieces) - 1 else None}
             choice = {"delta": {"content": text}} if chat else {"text": text}
             try:
-                self.wfile.write(b"data: " + json.dumps({"choices": [{**choice, **more}]}).encode() + b"\n\n")
+                self.wfile.write(b"data: " + json.dumps(self.event({**choice, **more})).encode() + b"\n\n")
             except OSError:
                 return  # stopped
         with contextlib.suppress(OSError):
             self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, choice: dict[str, Any]) -> Any:
+        return {"choices": [choice]}
 
     def write(self, status: int, facts: dict[str, Any]) -> None:
         data = json.dumps(facts).encode()
@@ -296,6 +300,31 @@ async def test_what_is_no_stream_of_answers_is_told(script: Script):
     await client.close()
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": ["text"]}, {"choices": [5]}, {"choices": 5}, {"choices": [{"delta": "text"}]}, 5, [],
+        {"choices": [{"delta": {"content": [{"type": "text", "text": "a"}]}}]}, {"choices": [{"text": 5}]},
+        {"choices": [{"text": "a", "token_ids": [2**31]}]}, {"choices": [{"text": "a", "token_ids": [-1]}]},
+        {"choices": [{"text": "a", "token_ids": 5}]}, {"choices": [{"text": "a", "token_ids": ["5"]}]},
+    ],
+)  # fmt: skip
+async def test_an_event_of_another_form_is_told_in_a_sentence(script: Script, event: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Answers, "event", lambda self, choice: event)
+    client = StreamingClient(script.url, None, print)
+    with pytest.raises(AnswerRefused, match="its answer is not a stream of events: "):
+        await client.read("/completions", {"prompt": "a", "max_tokens": 9})
+    await client.close()
+
+
+async def test_an_error_within_a_stream_is_the_servers_sentence(script: Script, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Answers, "event", lambda self, choice: {"error": {"message": "out of memory"}})
+    client = StreamingClient(script.url, None, print)
+    with pytest.raises(AnswerRefused, match="out of memory"):
+        await client.read("/completions", {"prompt": "a", "max_tokens": 9})
+    await client.close()
+
+
 async def test_of_a_model_served_here_the_next_prompt_goes_on_from_the_exact_tokens():
     template = load_template(ModelSettings(name="tiny"), model_folder("tiny"))
     asked: list[dict[str, Any]] = []
@@ -304,8 +333,8 @@ async def test_of_a_model_served_here_the_next_prompt_goes_on_from_the_exact_tok
         async def _stream(self, path: str, body: Any) -> Any:
             asked.append(body)
             ids = template.continuation("3+5+8").tolist()
-            yield {"text": "3+5+8", "token_ids": ids, "finish_reason": None}
-            yield {"text": "", "token_ids": [next(iter(template.end_texts))], "finish_reason": "stop"}
+            yield StreamedChoice(text="3+5+8", token_ids=tuple(ids))
+            yield StreamedChoice(text="", token_ids=(next(iter(template.end_texts)),), finish_reason="stop")
 
     client = Client("http://127.0.0.1:1/v1", None, lambda piece: None)
     options = SamplingOptions(20, temperature=1.0, top_k=5, seed=3)
@@ -378,6 +407,17 @@ def test_a_server_that_ends_while_it_is_asked_is_missed(
     monkeypatch.setenv("STUB", "crumble")
     assert chat.main(["tiny", "--message", "use 3 5 8 make 10", "cluster.device=cpu"]) == 1
     assert "telescope chat: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_bytes_that_are_no_text_are_told(
+    script: Script, errors: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """On stdin; `surrogateescape` is that of the locale C."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors))
+    assert chat.main(["--url", script.url]) == 2
+    assert "is not text in UTF-8" in capsys.readouterr().err
+    assert script.asked == []
 
 
 # ---- at a terminal
@@ -463,6 +503,24 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(terminal: Terminal, script: Sc
     assert script.messages[-1] == ["again"]
     terminal.type("\x04")
     assert terminal.process.wait(LIMIT_S) == 0
+
+
+def test_a_line_that_is_no_text_is_told_and_another_one_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """Where readline has not left it out."""
+    lines = iter([UnicodeDecodeError("utf-8", b"caf\xe9", 3, 4, "invalid data"), "caf\udce9", EOFError()])
+
+    def read(prompt: str) -> str:
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+    told: list[str] = []
+    nobody: Any = None
+    screen: Any = argparse.Namespace(tell=told.append)
+    assert chat._Answering(nobody, nobody, nobody, screen, None).converse("stub", ()) == 0
+    assert sum("What was typed is not text in UTF-8" in line for line in told) == 2
 
 
 def test_ctrl_c_at_the_prompt_leaves(terminal: Terminal):

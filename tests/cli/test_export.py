@@ -6,6 +6,8 @@ import hashlib
 import json
 import queue
 import shutil
+import subprocess
+import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -281,3 +283,33 @@ def test_no_run_directory_and_no_step_are_said(tmp_path, capsys):
         export.main(["0", "--run-dir", str(tmp_path), "--to", "x"])
     assert ended.value.code == 2
     assert "give a number from 1, `latest` or `all`" in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import os, signal, sys
+from telescope._launch import terminal
+terminal.prepare()
+from telescope.cli import export, main
+
+def write_and_interrupt(reader, model, folder, wanted):
+    (folder / "model.safetensors").write_bytes(b"x" * 1000)
+    os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+export._write_model = write_and_interrupt
+sys.exit(main.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_export_that_is_interrupted_leaves_nothing(full, tmp_path, name, code):
+    """The hidden folder has the model's size."""
+    command = [sys.executable, "-c", INTERRUPTED, name, "export", "2", "--run-dir", str(full.run.path), "--to"]
+    done = subprocess.run([*command, f"{tmp_path}/out"], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (code, "Interrupted.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_that_one_is_in_is_not_replaced(full, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert full.export("2", "--to", ".") == 1
+    assert "--to . is the folder that this command is given in: name a new one" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

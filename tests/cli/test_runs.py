@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from telescope._launch.prepare_attempt import CannotResume, refuse_queued
+from telescope._launch.prepare_attempt import CannotResume, begin_attempt, refuse_queued
 from telescope.cli import runs, servers
 from telescope.config.run import _hash_of, load_run
 from telescope.config.secrets import SecretMissing
@@ -23,6 +23,7 @@ from telescope.runlog import attempts, http_key
 from telescope.runlog.holder import Holder, find_state, hold, read_holder, stop
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.opening import look
 
 WATCHING = """
 import signal, sys
@@ -120,6 +121,25 @@ def test_a_list_of_a_run_or_of_a_part_of_one_says_so(tmp_path: Path, capsys):
     assert "there is no run in it, nor in a folder of it" in capsys.readouterr().err
 
 
+def test_a_folder_that_can_not_be_read_is_named_and_hides_no_other(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    """Somebody else's run, 0700, in a folder that several people use."""
+    for name in ("a", "z"):
+        made(tmp_path / name, exit_json={"exit_code": 0})
+    (tmp_path / "m").mkdir()
+    real = Path.iterdir
+
+    def iterdir(path: Path):
+        if path.name == "m":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert runs.main(["list", str(tmp_path), "--json"]) == 0
+    told = capsys.readouterr()
+    assert [Path(json.loads(line)["run_dir"]).name for line in told.out.splitlines()] == ["a", "z"]
+    assert told.err == f"{tmp_path}/m is passed over: Permission denied\n"
+
+
 def test_a_folder_with_a_run_json_that_no_run_wrote_is_no_run_that_waits(tmp_path: Path, capsys):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "run.json").write_text("my notes on a run")
@@ -156,6 +176,21 @@ def test_stop_asks_the_process_that_watches_as_ctrl_c_would_and_waits_for_its_en
     assert stop(holder, 60) == "gone"
     assert runs.main(["stop", str(run.path)]) == 0
     assert "has ended already" in capsys.readouterr().out
+
+
+def test_stop_ends_a_run_that_ctrl_z_has_stopped(tmp_path: Path):
+    run = made(tmp_path / "a")
+    with subprocess.Popen([sys.executable, "-c", WATCHING, str(run.path)], stdout=subprocess.PIPE, text=True) as watcher:
+        assert watcher.stdout is not None
+        assert watcher.stdout.readline() == "held\n"
+        os.kill(watcher.pid, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(watcher.pid, os.WUNTRACED)[1])
+        holder = read_holder(run)
+        assert holder is not None
+        try:
+            assert stop(holder, 60) == "ended"
+        finally:
+            watcher.kill()
 
 
 def test_a_process_of_the_same_number_that_began_later_is_not_touched(tmp_path: Path):
@@ -257,6 +292,20 @@ def test_the_exit_of_an_attempt_is_not_the_end_of_a_job_that_comes_again(
     assert ("has ended already" in capsys.readouterr().out) is not cancels
     asked = "--batch --signal=INT 12\n" if slurm == "RUNNING" else "12\n"
     assert not cancels or cancelled.read_text() == asked
+
+
+def test_a_job_that_the_run_has_gone_on_without_is_its_job_no_more(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    slurm_says(tmp_path / "bin", monkeypatch, "")
+    run = submitted(tmp_path / "runs" / "a", "failed", False)
+    begin_attempt(run, "0" * 16, "second")
+    hold(run)
+    assert runs.main(["list", str(tmp_path / "runs"), "--json"]) == 0
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (found["state"], found["job"]) == ("running", "")
+    assert look(run).job == ""
+    assert (run.earlier_attempt(1) / "slurm.json").exists()
+    attempts.write_submission(run, "13", tmp_path / "script")
+    assert look(run).job == "13"
 
 
 def test_a_job_that_waits_says_why_in_slurms_own_word(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pty
 import signal
 import subprocess
+import sys
+import termios
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from telescope.config.sections import LoraSettings
 from telescope.runlog.holder import hold
 from telescope.wire.process import Interrupted
 from tests.cli.test_eval import config, make_run
+from tests.product import ROOT
 
 
 def real(**changes: Any) -> RunConfig:
@@ -286,6 +290,32 @@ def test_serve_prints_the_url_and_the_line_to_type_and_ends_on_ctrl_c(
     assert chat == f"telescope chat --url {url}"
     assert "starting a server of tiny on the CPU" in told.err
     assert not psutil.pid_exists(int(stub.read_text().split()[0]))
+
+
+SERVE = """
+import sys
+from telescope.cli import serve, server_process
+server_process.PROGRAM = ("-m", "tests.cli.stub_server")
+sys.exit(serve.main(["tiny", "cluster.device=cpu"]))
+"""
+
+
+def test_serve_ends_though_its_terminal_is_stopped():
+    """Ctrl-S, and then it is asked to end: it must not keep its GPU until somebody types Ctrl-Q."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", SERVE], cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True)
+    try:
+        said = b""
+        while b"Ctrl-C ends it." not in said:
+            said += os.read(ours, 4096)
+        termios.tcflow(theirs, termios.TCOOFF)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_serve_says_what_is_wrong(stub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

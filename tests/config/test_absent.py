@@ -14,6 +14,7 @@ from telescope._launch.preflight import find_absent, find_obstacles
 from telescope._launch.process_plan import Host, make_plan
 from telescope.cli import check, run, start
 from telescope.config.models import EMBEDDED
+from telescope.runlog import temporary
 from tests.config.conftest import compose_one
 
 CPU = Host("a", cpus=4)
@@ -145,6 +146,16 @@ def test_an_environment_of_the_users_own_is_asked_in_a_process_like_a_worker(own
     puzzles.write_text("a\nb\n")
     assert absent("env=[own]", f"environments.own.kwargs.file={puzzles}", config_dir=own) == []
     assert absent("env=[own]", f"cluster.env={{PUZZLES: {puzzles}}}", config_dir=own) == []  # a worker's variables
+
+
+def test_what_an_interrupted_check_leaves_is_swept(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the command at once, in the middle of it."""
+    places: list[Path] = []
+    monkeypatch.setattr(preflight, "_rehearse_some", lambda place, *_: places.append(place) or [])
+    assert absent("env=[own]", config_dir=own) == []
+    (place,) = places
+    assert place.name.startswith(temporary.PREFIX)
+    assert not place.exists()
 
 
 def test_what_is_wrong_with_the_users_rows_comes_as_its_sentence_alone(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from telescope._launch.process_environment import make_child_environment
 from telescope._launch.process_plan import Host, make_plan
 from telescope.compose.resolve import resolve
 from telescope.config.free_text import is_free, is_free_text
+from telescope.config.redaction import find_secret_values, is_hidden
 from telescope.config.run import RunConfig, as_yaml, config_hash, dump_run
 from telescope.config.secrets import (
     SecretMissing,
@@ -42,6 +43,18 @@ def test_what_counts_as_a_secret_by_its_name():
     harmless = ["max_tokens", "monkey", "token_count", "keyword", "num_train", "instruction", "tokenizer"]
     assert all(map(is_secret_name, secret))
     assert not any(map(is_secret_name, harmless))
+
+
+def test_what_is_not_shown_by_its_name():
+    hidden = ["HF_TOKEN", "key", "PGPASSWORD", "MYSQL_PWD", "auth", "SENTRY_DSN", "cookie", "authtoken", "my_secret_of_old"]
+    shown = ["max_tokens", "author", "PWD", "OLDPWD", "pattern", "token_count", "compat"]
+    assert all(map(is_hidden, hidden))
+    assert not any(map(is_hidden, shown))
+    assert redacted({"env": {"PGPASSWORD": "hunter2pass", "PWD": "/data"}, "auth": "${oc.env:AUTH}"}) == {
+        "env": {"PGPASSWORD": "<redacted>", "PWD": "/data"},
+        "auth": "${oc.env:AUTH}",
+    }
+    assert find_secret_values({"MYSQL_PWD": "hunter2pass", "OLDPWD": "/no/such/folder"}) == {"hunter2pass"}
 
 
 def test_a_secret_given_literally_is_refused_with_the_reference_to_give():

@@ -59,6 +59,10 @@ def test_a_point_is_named_by_what_was_swept_safe_for_a_folder_and_a_job(tmp_path
     assert name_point(7, (), "tiny-grpo") == "007_tiny-grpo"
     assert name_point(1, ("x.note=sk-0123456789abcdefgh",), "") == "001_note--redacted-"
     assert name_point(1, ("x.kwargs.password=hunter2pass", "seed=1"), "") == "001_password_seed-1"
+    for secret in ("cluster.env.PGPASSWORD=hunter2", "cluster.env={A: b, MYSQL_PWD: hunter2}", "x.kwargs.auth=hunter2"):
+        assert "hunter2" not in name_point(1, (secret,), "")
+    assert name_point(1, ("cluster.env.PGPASSWORD=hunter2",), "") == "001_PGPASSWORD"
+    assert name_point(1, ("model.name=hf:a/b",), "") == "001_name-hf-a-b"
     assert len(name_point(12, [f"trainer.setting_{n}={n}" for n in range(40)], "")) <= 80
     found: list[Point] = []
     search(GRID, places_for(None), os.environ, tmp_path, lambda points: [*map(found.append, points)] and [1.0] * 4)

@@ -141,6 +141,7 @@ async def test_log_probs_of_a_prompt_are_refused_where_adapters_are_served(trap:
     ({"response_format": {"type": "json_object"}}, "response_format"), ({"response_format": []}, "response_format"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools"),
+    ({"tools": 5}, "tools"), ({"tools": [5]}, "tools"), ({"tools": {"type": "function"}}, "tools"),
     ({"use_beam_search": True}, "use_beam_search"), ({"kv_transfer_params": {}}, "kv_transfer_params"),
     ({"of_a_later_vllm": 0}, "of_a_later_vllm"), ({"bad_words": ["a"] * 9}, "bad_words"),
     ({"stop": [str(i) for i in range(65)]}, "stop"), ({"logit_bias": {str(i): 1 for i in range(65)}}, "logit_bias"),
@@ -278,8 +279,21 @@ async def test_what_was_read_counts_for_a_while(monkeypatch: pytest.MonkeyPatch)
         asked = {"prompt": "a" * 700, "n": 1_000_000}
         assert (await client.post("/v1/completions", json=asked)).status_code == 400
         late = await client.post("/v1/completions", json=asked)
-        assert (late.status_code, late.json()["error"]["message"]) == (429, "others send long requests: come again")
+        assert (late.status_code, late.json()["error"]["message"]) == (429, "others ask for much: come again")
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
+async def test_questions_count_among_the_bodies_and_health_does_not(monkeypatch: pytest.MonkeyPatch):
+    """Else a stranger keeps the engine's event loop busy with `/metrics`, in a loop."""
+    monkeypatch.setattr(http_gate, "BODIES_S", 60.0)
+    monkeypatch.setattr(http_gate, "WAIT_S", 0.05)
+    async with client_of(Inside()) as client:
+        for _ in range(16):
+            assert (await client.get("/metrics")).status_code == 200
+            assert (await client.get("/v1/models")).status_code == 200
+        late = await client.get("/metrics")
+        assert (late.status_code, late.json()["error"]["message"]) == (429, "others ask for much: come again")
+        assert (await client.get("/health")).status_code == 200
 
 
 async def test_a_websocket_is_closed():

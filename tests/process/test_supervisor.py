@@ -219,6 +219,19 @@ def test_one_interrupt_ends_cleanly(launch: Launch, number: int, code: int) -> N
     assert launched.left_after(0) == []
 
 
+def test_under_nohup_a_hang_up_is_none(launch: Launch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launched = launch(stand_in("orchestrator", "obey"), stand_in("worker-0", "obey"))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    launched.wait_until_up()
+    launched.signal(signal.SIGHUP)
+    launched.signal(signal.SIGTERM)  # the first one that it hears
+    assert launched.end()[0] == 143
+    assert launched.left_after(0) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_before_the_orchestrator_can_hear_waits_for_it(launch: Launch, number: int) -> None:
     """It still imports: a signal that it has said nothing about would be its death, without a summary."""

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+BACKGROUND = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+modes = termios.tcgetattr(0)
+modes[3] |= termios.TOSTOP
+termios.tcsetattr(0, termios.TCSANOW, modes)
+pid = os.fork()
+if not pid:
+    os.setpgid(0, 0)
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+_, status = os.waitpid(pid, os.WUNTRACED)
+os._exit(99 if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status))
+"""
+"""A shell with `stty tostop` that starts a job in the background; 99: the job was stopped."""
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60
 
@@ -50,3 +65,14 @@ def test_closed_streams_do_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
     assert process.communicate(timeout=LIMIT_S) == ("", "")
     assert process.returncode == 0
     assert '"exit_code": 0' in (run / "exit.json").read_text()
+
+
+def test_a_line_does_not_stop_a_job_in_the_background() -> None:
+    ours, theirs = pty.openpty()
+    try:
+        command = [sys.executable, "-c", BACKGROUND, "-m", "telescope", "--help"]
+        shell = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        assert shell.wait(LIMIT_S) == 0
+    finally:
+        os.close(ours)
+        os.close(theirs)

@@ -118,6 +118,8 @@ class HttpConnection:
         self._reader, self._writer, self._answer, self._turn_away = reader, writer, answer, turn_away
         self._known = known
         self._early = b""
+        self._wants_body = True
+        """Of the latest request: not where it is HEAD."""
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
 
     async def serve(self) -> None:
@@ -126,7 +128,7 @@ class HttpConnection:
             while await self._serve_one(limit_s):
                 self._http.start_next_cycle()
                 limit_s = IDLE_S
-        except (ClientGone, ConnectionError, TimeoutError, h11.RemoteProtocolError) as error:
+        except (ClientGone, ConnectionError, TimeoutError, h11.ProtocolError) as error:
             log.debug("a connection of an agent program has ended: %s", error)
 
     async def _serve_one(self, limit_s: float) -> bool:
@@ -135,6 +137,7 @@ class HttpConnection:
             head = await self._next_event()
         if not isinstance(head, h11.Request):
             return False
+        self._wants_body = head.method != b"HEAD"
         path = head.target.decode("ascii", "replace")
         if (refusal := self._turn_away(path)) is not None:
             await self._send(refusal)
@@ -197,7 +200,7 @@ class HttpConnection:
             headers.append(("connection", "close"))
         parts = (
             h11.Response(status_code=response.status, headers=headers),
-            h11.Data(data=response.body),
+            *((h11.Data(data=response.body),) if self._wants_body else ()),
             h11.EndOfMessage(),
         )
         for part in parts:

@@ -46,6 +46,8 @@ BODY_BYTES = 4 * 2**20
 BODIES_BYTES, BODIES_S = 8 * 2**20, 8.0
 """Of all bodies that are read, or have been within so many seconds: strangers hold no more memory than that, and no more than
 the one by the other, 1 MiB a second, is parsed on the event loop that the engine answers rollouts on."""
+GET_BYTES = 2**18
+"""What a GET counts for among them: four a second. `/metrics` takes the event loop some milliseconds each time."""
 BODY_S = 30.0
 """From a request's head to the end of its body."""
 WAIT_S = 120.0
@@ -100,6 +102,9 @@ class HttpGate:
         try:
             self._check_head(scope)
             if scope["method"] == "GET":
+                if scope["path"] not in OPEN:
+                    async with self._share_of_loop(GET_BYTES):
+                        pass  # its answer's way to the client keeps nobody else waiting
                 await self._application(scope, receive, send)
                 return
             body = self._check_body(await self._read_body(scope, receive))
@@ -159,12 +164,18 @@ class HttpGate:
         asked = int(length) if length.isdigit() else BODY_BYTES
         if asked > BODY_BYTES:
             raise Refused(413, f"the body has more than {BODY_BYTES} bytes")
-        await self._wait_for(lambda: self._bytes_free >= asked, "others send long requests: come again")
-        self._bytes_free -= asked
-        try:
+        async with self._share_of_loop(asked):
             return await _read(receive)
+
+    @asynccontextmanager
+    async def _share_of_loop(self, count: int) -> AsyncIterator[None]:
+        """`count` of the bytes of all, as long as the block lasts and for a while after it."""
+        await self._wait_for(lambda: self._bytes_free >= count, "others ask for much: come again")
+        self._bytes_free -= count
+        try:
+            yield
         finally:
-            asyncio.get_running_loop().call_later(BODIES_S, self._give_bytes, asked)
+            asyncio.get_running_loop().call_later(BODIES_S, self._give_bytes, count)
 
     def _give_bytes(self, count: int) -> None:
         self._bytes_free += count
@@ -206,8 +217,11 @@ def _check_fields(asked: Mapping[str, Any]) -> None:
         raise Refused(400, "response_format: rollouts would wait for its grammar; export a checkpoint and ask that")
     if asked.get("tool_choice", "auto") not in ("auto", "none"):
         raise Refused(400, "tool_choice: a run serves auto and none; rollouts would wait for the grammar of a forced one")
-    for tool in asked.get("tools") or ():
-        if isinstance(tool, dict) and isinstance(tool.get("function"), dict) and tool["function"].get("strict"):
+    tools = asked.get("tools", [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Refused(400, "tools: this is not a list of objects")
+    for tool in tools:
+        if isinstance(tool.get("function"), dict) and tool["function"].get("strict"):
             raise Refused(400, "tools: rollouts would wait for the grammar of a strict one; leave `strict` out")
     for name in ("stop", "stop_token_ids", "logit_bias"):
         given = asked.get(name, ())

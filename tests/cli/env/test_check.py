@@ -371,3 +371,38 @@ async def test_the_right_answer_is_said_behind_the_thought_that_the_template_has
     order = RolloutOrder(0, 0, 0, 0, PromptRef("task", "train", 0), 1)
     sampled = await policy.answer(order, 0, prompt.ids, Sampling(1.0, 100, 1))
     assert template.decode(sampled.ids[:-1].tolist()) == said
+
+
+LEAVES = """
+import os, signal
+from pathlib import Path
+from telescope.environments.base import Prompt, SingleTurn
+
+class Leaves(SingleTurn):
+    splits = ("train",)
+    place: str
+
+    async def set_up(self):
+        Path(self.place).write_text("a sandbox somewhere else")
+
+    async def tear_down(self):
+        Path(self.place).unlink()
+
+    def prompts(self, split):
+        return [Prompt(({"role": "user", "content": "a"},), answer="b")]
+
+    def reward(self, prompt, answer):
+        assert Path(self.place).exists()
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+"""
+
+
+def test_what_an_environment_has_made_goes_with_ctrl_c_even_where_its_reward_hangs(tmp_path: Path) -> None:
+    home = tmp_path / "plugins" / "environments"
+    home.mkdir(parents=True)
+    (home / "leaves.py").write_text(LEAVES)
+    command = [sys.executable, "-m", "telescope", "env", "check", "leaves", f"place={tmp_path}/made", "-cd", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "Interrupted.")
+    assert not (tmp_path / "made").exists()

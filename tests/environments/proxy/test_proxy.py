@@ -351,6 +351,15 @@ async def test_bytes_that_are_no_http_or_no_json_end_their_connection_alone(roll
     assert done.choices[0].message.content == "ok"
 
 
+async def test_a_question_for_the_head_alone_gets_no_body(rollout: Rollout, caplog: pytest.LogCaptureFixture) -> None:
+    path = "/" + rollout.base_url.split("/", 3)[3]
+    for asked in (f"{path}/models", f"{path}/chat/completions", "/nobody"):
+        said = await raw(rollout, f"HEAD {asked} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n".encode())
+        assert said.startswith(b"HTTP/1.1 ")
+        assert said.endswith(b"\r\n\r\n")
+    assert caplog.text == ""
+
+
 async def connect(rollout: Rollout) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", int(rollout.base_url.split(":")[2].split("/")[0]))
 
