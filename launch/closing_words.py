@@ -5,7 +5,7 @@ Owns the choice: how the reward went comes first, what did not happen is left ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from telescope._launch.progress import format_duration
@@ -20,6 +20,7 @@ def format_closing(summary: Mapping[str, Any], *, failed: bool = False) -> str:
     rows = [
         ("reward", _describe_change(summary, "reward")),
         ("exact", _describe_change(summary, "exact")),
+        *((f"env {label}", _describe_environment(summary, label)) for label in _mapping(summary, "environments")),
         *((f"eval {name}", _describe_eval(row)) for name, row in _mapping(summary, "evals").items()),
         ("steps", _describe_steps(summary)),
         ("rollouts", _describe_rollouts(summary)),
@@ -36,18 +37,43 @@ def format_closing(summary: Mapping[str, Any], *, failed: bool = False) -> str:
 
 
 def _describe_change(summary: Mapping[str, Any], name: str) -> str:
-    """`0.365 → 0.831`, of the first versions and of the last, with the numbers of rollouts for the reward."""
+    """`0.365 → 0.831  (means of 1,800 and 1,160 rollouts)`, of the first versions and of the last."""
     key = "reward_policy" if name == "reward" else name
     first, last = summary.get(f"{key}_first"), summary.get(f"{key}_last")
     if first is None and last is None:
         return "–" if name == "reward" and summary.get("steps") else ""
-    change = f"{_number(first)} → {_number(last)}"
-    counts = [_mapping(summary, f"policy_{end}").get("rollouts") for end in ("first", "last")]
-    return (
-        f"{change}  (means of {counts[0]:,} and {counts[1]:,} rollouts)"
-        if name == "reward" and all(map(_is_number, counts))
-        else change
-    )
+    ends = [_mapping(summary, f"policy_{end}") for end in ("first", "last")]
+    counts = [end.get("rollouts") if name == "reward" else _mapping(end, "counts").get(name) for end in ends]
+    return _describe_means(first, last, counts)
+
+
+def _describe_means(first: Any, last: Any, counts: Sequence[Any]) -> str:
+    counted = f"  (means of {counts[0]:,} and {counts[1]:,} rollouts)" if all(map(_is_number, counts)) else ""
+    return f"{_number(first)} → {_number(last)}{counted}"
+
+
+def _describe_environment(summary: Mapping[str, Any], label: str) -> str:
+    """One of several: `0.310 → 0.702  (means of 904 and 590 rollouts); of the last exact 0.640 (n=590), 34.2 tokens, 1.5 % cut
+    off, 21 of 74 groups discarded; 12 of 9,310 attempts failed`."""
+    first, last = (_mapping(_mapping(_mapping(summary, f"policy_{end}"), "environments"), label) for end in ("first", "last"))
+    attempts = _mapping(_mapping(summary, "environments"), label)
+    exact, count = _mapping(last, "metrics").get("exact"), _mapping(last, "counts").get("exact")
+    of_last = [
+        f"exact {exact:.3f} (n={count})" if _is_number(exact) else "",
+        f"{last['completion_tokens']:.1f} tokens" if _is_number(last.get("completion_tokens")) else "",
+        f"{last['stop_reason_length_pct']:.1f} % cut off" if _is_number(last.get("stop_reason_length_pct")) else "",
+        _describe_share(last.get("discarded"), last.get("groups"), "groups discarded"),
+    ]
+    parts = [
+        _describe_means(first.get("reward"), last.get("reward"), [end.get("rollouts") for end in (first, last)]),
+        f"of the last {', '.join(filter(None, of_last))}" if any(of_last) else "",
+        _describe_share(attempts.get("failed"), attempts.get("attempts"), "attempts failed"),
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _describe_share(part: Any, whole: Any, what: str) -> str:
+    return f"{part:,} of {whole:,} {what}" if _is_number(part) and _is_number(whole) else ""
 
 
 def _describe_eval(row: Any) -> str:

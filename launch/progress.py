@@ -10,7 +10,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
@@ -111,7 +111,7 @@ class ProgressDisplay:
         self._alert(status)
         self._tell_evals(status)
         if self._console.tty:
-            self._console.live(format_status(status))
+            self._console.live(format_status(status, shutil.get_terminal_size().columns - 1))
             return
         told = (status.get("step"), status.get("state"), status.get("message"))
         now = time.monotonic()
@@ -186,13 +186,14 @@ class LogCopy:
         return whole
 
 
-def format_status(status: Mapping[str, Any]) -> str:
-    """`step 12/60 · reward 0.412 (n=96) · exact 38% · 5.1k sampled tok/s · lag 1.2 · queue 14 · ETA 1:05 · in flight 96 ·
-    training step 13`. A step of whose policies none has been scored to the end has `reward –`."""
+def format_status(status: Mapping[str, Any], width: int | None = None) -> str:
+    """`step 12/60 · reward 0.412 (n=96) · exact 38% (n=96) · 5.1k sampled tok/s · lag 1.2 · queue 14 · ETA 1:05 · in flight
+    96 · training step 13`. A step of whose policies none has been scored to the end has `reward –`. Behind it each of several
+    environments, where all of them have room in `width` columns: `countdown 0.310 (n=48) exact 21% (n=48)`."""
     parts = [
         _format_step(status),
         _format_reward(status),
-        _format_number(status, "exact", "exact {:.0%}"),
+        _format_number(status, "exact", "exact {:.0%}") + _format_count(status, "exact_rollouts"),
         _format_tokens_per_s(status),
         _format_number(status, "lag", "lag {:.1f}"),
         _format_number(status, "queue", "queue {:.0f}"),
@@ -200,7 +201,9 @@ def format_status(status: Mapping[str, Any]) -> str:
         _format_number(status, "in_flight", "in flight {:.0f}"),
         str(status.get("message") or status.get("doing") or ""),
     ]
-    return " · ".join(part for part in parts if part)
+    line = " · ".join(part for part in parts if part)
+    whole = " · ".join([line, *_format_environments(status)])
+    return whole if width is None or len(whole) <= width else line
 
 
 def read_last_line(log: Path) -> str:
@@ -241,10 +244,24 @@ def _format_step(status: Mapping[str, Any]) -> str:
 
 def _format_reward(status: Mapping[str, Any]) -> str:
     """With the number of rollouts that it is the mean of."""
-    reward, rollouts = status.get("reward"), status.get("reward_rollouts")
+    reward = status.get("reward")
     if not _is_number(reward):
         return "reward –" if status.get("step") and "reward" in status else ""
-    return f"reward {reward:.3f}" + (f" (n={rollouts:.0f})" if _is_number(rollouts) else "")
+    return f"reward {reward:.3f}{_format_count(status, 'reward_rollouts')}"
+
+
+def _format_environments(status: Mapping[str, Any]) -> Iterator[str]:
+    """Those of several that the last versions have a score of."""
+    environments = status.get("environments")
+    for label, told in environments.items() if isinstance(environments, Mapping) else ():
+        if isinstance(told, Mapping) and _is_number(told.get("reward")):
+            exact = _format_number(told, "exact", " exact {:.0%}") + _format_count(told, "exact_rollouts")
+            yield f"{label} {told['reward']:.3f}{_format_count(told, 'rollouts')}{exact}"
+
+
+def _format_count(status: Mapping[str, Any], name: str) -> str:
+    """Of the rollouts that a mean is of."""
+    return _format_number(status, name, " (n={:.0f})")
 
 
 def _format_tokens_per_s(status: Mapping[str, Any]) -> str:

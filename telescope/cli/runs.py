@@ -61,6 +61,10 @@ class RunStatus:
     step: int | None
     steps: int | None
     reward: float | None
+    """Of the policy: the mean over the last five versions of the weights that have been scored to the end (fewer in a short
+    run), while a run goes on as after its end."""
+    rollouts: int | None
+    """That it is the mean of."""
     reason: str
     changed: float
     job: str = ""
@@ -122,7 +126,9 @@ def _list(asked: argparse.Namespace) -> int:
             sys.stdout.write(json.dumps(_as_json(one)) + "\n")
         return OK
     tables = _sweep_table(asked.folder)
-    sys.stdout.write("\n".join([f"{'state':<8} {'step':>11} {'reward':>8}  run", *map(_line, found), *tables]) + "\n")
+    sys.stdout.write(
+        "\n".join([f"{'state':<8} {'step':>11} {'reward':>8} {'rollouts':>9}  run", *map(_line, found), *tables]) + "\n"
+    )
     return OK
 
 
@@ -179,8 +185,7 @@ def run_status(seen: RunLook, jobs: Mapping[str, QueuedJob] = MappingProxyType({
     stage = find_stage(seen.last_of_job, known) if known else "unknown"
     state = stage if stage in ("waiting", "running") else _state_of_files(seen, changed, over=stage == "over")
     reason = seen.reason if state in ("failed", "stopped") else ""
-    older = seen.summary.get("reward_mean_last", status.reward)  # of version 0.1
-    reward = seen.summary.get("reward_policy_last", older)
+    reward, rollouts = _read_reward(seen)
     job = f"{seen.job} {describe_state(seen, jobs)}".strip()
     damaged = tuple(map(str, seen.damaged))
     return RunStatus(
@@ -189,6 +194,7 @@ def run_status(seen: RunLook, jobs: Mapping[str, QueuedJob] = MappingProxyType({
         status.step,
         status.steps,
         reward,
+        rollouts,
         reason,
         changed,
         job,
@@ -196,6 +202,15 @@ def run_status(seen: RunLook, jobs: Mapping[str, QueuedJob] = MappingProxyType({
         status.best_checkpoint,
         damaged,
     )
+
+
+def _read_reward(seen: RunLook) -> tuple[float | None, int | None]:
+    """With the number of rollouts; from the summary where there is one."""
+    if not seen.summary:
+        return seen.status.reward_policy_last, seen.status.policy_last.rollouts
+    policy = seen.summary.get("policy_last")
+    rollouts = policy.get("rollouts") if isinstance(policy, Mapping) else None
+    return seen.summary.get("reward_policy_last", seen.summary.get("reward_mean_last")), rollouts  # the latter of version 0.1
 
 
 def _state_of_files(seen: RunLook, changed: float, *, over: bool) -> str:
@@ -218,10 +233,11 @@ def _state_of_files(seen: RunLook, changed: float, *, over: bool) -> str:
 def _line(one: RunStatus) -> str:
     step = "-" if one.step is None else f"{one.step}/{one.steps}" if one.steps else str(one.step)
     reward = f"{one.reward:.3f}" if isinstance(one.reward, int | float) else "-"
+    rollouts = f"{one.rollouts:,}" if isinstance(one.rollouts, int) else "-"
     evals = [f"eval {name} {score.reward:.3f}" for name, score in one.evals.items() if score.reward is not None]
     best = _describe_best(one.best) if one.best is not None else ""
     more = [text for text in (*evals, best, f"job {one.job}" if one.job else "", one.reason, *one.damaged) if text]
-    return f"{one.state:<8} {step:>11} {reward:>8}  {one.run.path}{_bracketed(more)}"
+    return f"{one.state:<8} {step:>11} {reward:>8} {rollouts:>9}  {one.run.path}{_bracketed(more)}"
 
 
 def _describe_best(best: BestCheckpointFile) -> str:
@@ -242,6 +258,7 @@ def _as_json(one: RunStatus) -> dict[str, Any]:
         "step": one.step,
         "steps": one.steps,
         "reward": one.reward,
+        "rollouts": one.rollouts,
         "evals": {name: {"step": score.step, "reward": score.reward} for name, score in one.evals.items()},
         "best_step": one.best.step if one.best is not None else None,
         "reason": one.reason,

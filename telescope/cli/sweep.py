@@ -70,6 +70,8 @@ class SweepResult:
     """Of the overrides those in which it differs from the other points."""
     version: int | None = None
     """The newest version of the weights that the default objective covers; 0: before any update."""
+    rollouts: int | None = None
+    """That the default objective is the mean of."""
 
     @property
     def failed(self) -> bool:
@@ -133,7 +135,9 @@ class Sweep:
         last = found.summary.get("policy_last") if self.objective == OBJECTIVE else None
         versions = last.get("versions") if isinstance(last, Mapping) else None
         version = int(versions[-1]) if isinstance(versions, list) and versions else None
-        return replace(result, exit_code=exit_code, reason=reason, value=value, first=first, version=version)
+        counted = _number(found.summary, "policy_last.rollouts") if self.objective == OBJECTIVE else None
+        rollouts = None if counted is None else int(counted)
+        return replace(result, exit_code=exit_code, reason=reason, value=value, first=first, version=version, rollouts=rollouts)
 
     def submitted(self, overrides: Sequence[str], run_dir: Path, job: str, swept: Sequence[str] = ()) -> None:
         """Take down a point that a batch system has got (`job`; empty where its batch file was written alone); how it ends
@@ -166,10 +170,12 @@ class Sweep:
 
     def table(self) -> str:
         """Every point in a line, with what was swept; then the failures with their reasons, whose weights are kept, and where
-        the results lie."""
-        lines = [f"{'point':>5}  {'exit':>4}  {self.objective:>18}  swept"]
+        the results lie. The default objective has the number of rollouts that it is the mean of."""
+        counted = self.objective == OBJECTIVE
+        lines = [f"{'point':>5}  {'exit':>4}  {self.objective:>18}  {'rollouts  ' if counted else ''}swept"]
         lines += [
             f"{result.point:>5}  {_shown(result.exit_code):>4}  {_shown(result.value):>18}  "
+            f"{f'{_format_count(result.rollouts):>8}  ' if counted else ''}"
             f"{' '.join(result.swept or result.overrides)}"
             for result in self.results
         ]
@@ -208,6 +214,10 @@ def _number(summary: Mapping[str, Any], path: str) -> float | None:
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
     return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+
+
+def _format_count(rollouts: int | None) -> str:
+    return "-" if rollouts is None else f"{rollouts:,}"
 
 
 def _shown(value: float | None) -> str:

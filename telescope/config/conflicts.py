@@ -6,6 +6,7 @@ validators.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,12 +37,20 @@ class Conflict:
 def conflicts(config: RunConfig) -> list[Conflict]:
     """Every impossible combination, each in a sentence that names the remedy."""
     if not config.trains:  # what only training reads is not judged
-        return [*_lanes(config), *_processes(config), *_hosts(config), *_without_trainer(config), *_evals(config)]
+        return [
+            *_reward_ranges(config),
+            *_lanes(config),
+            *_processes(config),
+            *_hosts(config),
+            *_without_trainer(config),
+            *_evals(config),
+        ]
     return [
         *_steps(config),
         *_lengths(config),
         *_groups(config),
         *_lanes(config),
+        *_reward_ranges(config),
         *_rewards(config),
         *_schedule(config),
         *_processes(config),
@@ -198,6 +207,20 @@ def _lanes(config: RunConfig) -> Iterator[Conflict]:
             ("orchestrator.kv_soft", "orchestrator.kv_hard"),
             f"orchestrator.kv_soft={orchestrator.kv_soft} must not be above orchestrator.kv_hard={orchestrator.kv_hard}: lower "
             "the first or raise the second",
+        )
+
+
+def _reward_ranges(config: RunConfig) -> Iterator[Conflict]:
+    """Of all that are played, with the ends that an environment's class states where the entry does not."""
+    for label in config.played:
+        ends = config.reward_range(label)
+        if ends is None or 0 < ends[1] - ends[0] < math.inf:
+            continue
+        place = f"environments.{label}" if label in config.environments else f"evals.{label}"
+        yield Conflict(
+            (f"{place}.reward_min", f"{place}.reward_max"),
+            f"the rewards of {place} go from reward_min={ends[0]:g} to reward_max={ends[1]:g}: the first must be below the "
+            "second, by a finite number (an end that no setting gives is the one that the environment's class states)",
         )
 
 

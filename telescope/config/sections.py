@@ -7,10 +7,10 @@ it.
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from telescope.config.cluster import ClusterSettings as ClusterSettings
 from telescope.config.eval_measure import EvalMeasure
@@ -116,12 +116,6 @@ class EnvironmentEntry(Settings):
     tear_down_timeout_s: float = Field(default=10.0, gt=0, le=15)
     """Seconds that its `tear_down` may take. No more than 15: workers still there 20 s after a run's end are killed."""
 
-    @model_validator(mode="after")
-    def _reward_range_is_one(self) -> Self:
-        if self.reward_min is not None and self.reward_max is not None and self.reward_min >= self.reward_max:
-            raise ValueError(f"reward_min={self.reward_min} must be below reward_max={self.reward_max}")
-        return self
-
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """The environment's own typed settings; a typo is refused."""
 
@@ -142,7 +136,8 @@ class OrchestratorSettings(Settings):
     max_off_policy_steps: int | None = Field(default=8, ge=1, le=NEVER_STALE)
     """Retire an incomplete group whose first dispatch is this many versions old (D); null: never."""
     discard_group_zero_advantage: bool = True
-    """Drop groups whose rewards are all equal, and generate others for them: a third more in the default run."""
+    """Drop groups whose rewards are all equal, and generate others for them. In the default run that costs a third more
+    generation and gains 0.009 of reward a trained rollout."""
     enable_prompt_prefetch: bool = True
     """Workers make and tokenise the next prompts ahead, off their event loop."""
     prompt_prefetch_buffer_size: int = Field(default=24, ge=1, le=1_000)

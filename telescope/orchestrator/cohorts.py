@@ -83,10 +83,15 @@ class Mean(Record):
 
 
 class ScoreMeans(Record):
-    """Of the reward and of each metric, with their counts."""
+    """Of the reward, of each metric and of the length, with their counts; and of the rollouts how many were truncated, of their
+    groups how many were discarded."""
 
     reward: Mean
     metrics: dict[str, Mean]
+    completion_tokens: Mean
+    truncated: int
+    groups: int
+    discarded: int
 
 
 class CohortMeans(Record):
@@ -192,32 +197,36 @@ def summarize(cohorts: Sequence[Cohort], group_size: int, *, each: bool = False)
 
 def make_means(cohort: Cohort, group_size: int, *, each: bool = False) -> CohortMeans:
     """What stays of it; with `each`, of every environment too."""
-    scores = [score for group in cohort.groups.values() for score in group.scores.values()]
+    groups = list(cohort.groups.values())
+    scores = [score for group in groups for score in group.scores.values()]
     labels = sorted({score.environment for score in scores}) if each else []
     return CohortMeans(
         version=cohort.version,
         rollouts=len(scores),
-        unfinished=group_size * len(cohort.groups) - len(scores),
+        unfinished=group_size * len(groups) - len(scores),
         cut_off=cohort.cut_off,
-        pooled=_find_means(scores) if scores else None,
-        environments={label: _find_means([one for one in scores if one.environment == label]) for label in labels},
+        pooled=_find_means(groups) if scores else None,
+        environments={label: _find_means(_of_environment(label, groups)) for label in labels},
     )
 
 
 def pool(cohorts: Sequence[CohortMeans]) -> dict[str, Any]:
-    """Means over several cohorts, weighted by rollouts; `{}` without a cohort.
+    """Means over several cohorts, weighted by rollouts, `counts` those of each metric; `{}` without a cohort.
 
     Two cohorts of 1 and 3 rollouts with rewards of 0 and 1 have a reward of 0.75.
     """
     if not cohorts:
         return {}
-    labels = sorted({label for one in cohorts for label in one.environments})
+    parts: dict[str, list[ScoreMeans]] = {}
+    for one in cohorts:
+        for label, means in one.environments.items():
+            parts.setdefault(label, []).append(means)
+    environments = {label: _pool_means(parts[label]) for label in sorted(parts)}
     return {
         "versions": [cohorts[0].version, cohorts[-1].version],
-        "rollouts": sum(one.rollouts for one in cohorts),
         "unfinished": sum(one.unfinished for one in cohorts),
         **_pool_means([one.pooled for one in cohorts if one.pooled is not None]),
-        **({"environments": {label: _pool_means(_of_environment(label, cohorts)) for label in labels}} if labels else {}),
+        **({"environments": environments} if environments else {}),
     }
 
 
@@ -255,6 +264,7 @@ def _summarize_scores(groups: Sequence[GroupScores], scores: Sequence[Score]) ->
     normalised = [score.normalised for score in scores if score.normalised is not None]
     if normalised:
         metrics["reward/policy/normalized"] = mean(normalised)
+        metrics["reward/policy/normalized/count"] = float(len(normalised))
         metrics["reward/out_of_range"] = float(sum(not 0 <= value <= 1 for value in normalised))
     for name in sorted({name for score in scores for name in score.metrics}):
         members = [[score.metrics[name] for score in group.scores.values() if name in score.metrics] for group in groups]
@@ -297,42 +307,62 @@ def _count_groups(groups: Sequence[GroupScores]) -> dict[str, float]:
         "groups/discarded": states[GroupState.DISCARDED],
         "groups/discarded/all_zero": sum(reward == 0 for reward in equal),
     }
-    reward = {"groups/discarded/reward": mean(equal)} if equal else {}
+    reward = {"groups/discarded/reward": mean(equal), "groups/discarded/reward/count": float(len(equal))} if equal else {}
     return {name: float(count) for name, count in counts.items()} | reward
 
 
+def _of_environment(label: str, groups: Sequence[GroupScores]) -> list[GroupScores]:
+    """Those with a score of it: a group has one environment."""
+    return [group for group in groups if any(score.environment == label for score in group.scores.values())]
+
+
 def _summarize_environment(label: str, groups: Sequence[GroupScores]) -> dict[str, float]:
-    own = [group for group in groups if any(score.environment == label for score in group.scores.values())]
-    scores = [score for group in own for score in group.scores.values()]
-    names = sorted({name for score in scores for name in score.metrics})
+    means = _find_means(_of_environment(label, groups))
     return {
-        "reward": mean([score.reward for score in scores]),
-        "rollouts": float(len(scores)),
-        **{f"sample/{name}": mean([one.metrics[name] for one in scores if name in one.metrics]) for name in names},
-        "completion_tokens": mean([score.completion_tokens for score in scores]),
-        "stop_reason_length_pct": 100.0 * sum(score.truncated for score in scores) / len(scores),
-        "groups": float(len(own)),
-        "discarded": float(sum(group.state == GroupState.DISCARDED for group in own)),
+        "reward": means.reward.value,
+        "rollouts": float(means.reward.count),
+        **{f"sample/{name}": one.value for name, one in means.metrics.items()},
+        **{f"sample/{name}/count": float(one.count) for name, one in means.metrics.items()},
+        "completion_tokens": means.completion_tokens.value,
+        "stop_reason_length_pct": 100.0 * means.truncated / means.reward.count,
+        "groups": float(means.groups),
+        "discarded": float(means.discarded),
     }
 
 
-def _find_means(scores: Sequence[Score]) -> ScoreMeans:
+def _find_means(groups: Sequence[GroupScores]) -> ScoreMeans:
+    """Of groups with a score at least."""
+    scores = [score for group in groups for score in group.scores.values()]
     metrics = {}
     for name in sorted({name for score in scores for name in score.metrics}):
         values = [score.metrics[name] for score in scores if name in score.metrics]
         metrics[name] = Mean(mean(values), len(values))
-    return ScoreMeans(Mean(mean([score.reward for score in scores]), len(scores)), metrics)
-
-
-def _of_environment(label: str, cohorts: Sequence[CohortMeans]) -> list[ScoreMeans]:
-    return [one.environments[label] for one in cohorts if label in one.environments]
+    return ScoreMeans(
+        reward=Mean(mean([score.reward for score in scores]), len(scores)),
+        metrics=metrics,
+        completion_tokens=Mean(mean([score.completion_tokens for score in scores]), len(scores)),
+        truncated=sum(score.truncated for score in scores),
+        groups=len(groups),
+        discarded=sum(group.state == GroupState.DISCARDED for group in groups),
+    )
 
 
 def _pool_means(several: Sequence[ScoreMeans]) -> dict[str, Any]:
+    rollouts = sum(one.reward.count for one in several)
     names = sorted({name for one in several for name in one.metrics})
     metrics = {name: _weigh([one.metrics[name] for one in several if name in one.metrics]) for name in names}
-    return {"reward": _weigh([one.reward for one in several]), "metrics": metrics}
+    return {
+        "rollouts": rollouts,
+        "reward": _weigh([one.reward for one in several]).value,
+        "metrics": {name: one.value for name, one in metrics.items()},
+        "counts": {name: one.count for name, one in metrics.items()},
+        "completion_tokens": _weigh([one.completion_tokens for one in several]).value,
+        "stop_reason_length_pct": 100.0 * sum(one.truncated for one in several) / rollouts,
+        "groups": sum(one.groups for one in several),
+        "discarded": sum(one.discarded for one in several),
+    }
 
 
-def _weigh(means: Sequence[Mean]) -> float:
-    return pool_means([one.value for one in means], [one.count for one in means])
+def _weigh(means: Sequence[Mean]) -> Mean:
+    counts = [one.count for one in means]
+    return Mean(pool_means([one.value for one in means], counts), sum(counts))

@@ -6,8 +6,10 @@ A streak says nothing of a reward function that raises on every tenth answer, so
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from telescope.records import Record
 
 WINDOW = 100
 """Attempts of an environment between two looks."""
@@ -17,6 +19,13 @@ EVIDENT = 0.1
 CAUSE_CHARACTERS, CAUSES = 300, 100
 """Of a cause, and how many of an environment are told apart over a run: one that names each prompt would fill the memory."""
 OTHERS = "many different ones"
+
+
+class SavedFailureRates(Record):
+    """Of a run: rollouts that were scored by environment, attempts that were not by environment and cause."""
+
+    scored: dict[str, int]
+    failed: dict[str, dict[str, int]]
 
 
 @dataclass
@@ -43,6 +52,26 @@ class FailureRates:
         scored, failed = self._window.get(label, (0, Counter()))
         failed[cause] += 1
         return self._look(label, scored, failed)
+
+    def save(self) -> SavedFailureRates:
+        """What a checkpoint keeps; a window begins anew after it."""
+        return SavedFailureRates(dict(self._scored), {label: dict(causes) for label, causes in self._failed.items()})
+
+    def restore(self, saved: SavedFailureRates) -> None:
+        self._scored = Counter(saved.scored)
+        self._failed = {label: Counter(causes) for label, causes in saved.failed.items()}
+
+    def measure(self, labels: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Of each environment its attempts that have ended, scored or not, and how many of them failed."""
+        failed = {label: self._failed.get(label, Counter()).total() for label in labels}
+        return {
+            label: {
+                "attempts": self._scored[label] + count,
+                "failed": count,
+                "failed_pct": 100.0 * count / max(1, self._scored[label] + count),
+            }
+            for label, count in failed.items()
+        }
 
     def describe(self, reason: str) -> str:
         """What belongs to the `reason` for which a run failed: the environment with most failures and its commonest cause;

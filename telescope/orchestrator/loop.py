@@ -336,6 +336,8 @@ class Orchestrator:
                 self._hear_load(delivery.peer, body)
             case messages.StepReport() as body:
                 self._hear_step(delivery.peer, body)
+            case messages.RowsLost() as body:
+                self._recorder.note_lost_rows(delivery.peer, body)
             case (
                 messages.WeightsPublished()
                 | messages.WeightsSent()

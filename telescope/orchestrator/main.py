@@ -51,6 +51,7 @@ from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
 from telescope.weights.base import TransportRefused
 from telescope.weights.transport_choice import choose, read_placement
 from telescope.wire.hub import BindFailed, Hub
+from telescope.wire.messages import RowsLost
 from telescope.wire.process import Interrupted, KnownErrors, ProcessContext, ProcessSignals, freeze_heap, run_process, say_why
 from telescope.wire.security import BadKeys
 from telescope.wire.supervisor_channel import SupervisorChannel
@@ -275,7 +276,7 @@ async def _train(
         silent_s=config.orchestrator.silent_s,
         stuck_s=config.orchestrator.stuck_s,
     )
-    opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
+    opened.push_async_callback(end.close, lambda: _part(hub, recorder, end))
     opened.push_async_callback(end.close, recorder.catch_up)
     peers = Peers.from_config(config.cluster, config.servers)
     supervisor = SupervisorChannel.take_over(os.environ)
@@ -300,6 +301,13 @@ async def _train(
     signals.watch_on_loop().add_done_callback(lambda came: _interrupt(orchestrator, supervisor, came.result()))
     freeze_heap()
     return await orchestrator.run()
+
+
+async def _part(hub: Hub, recorder: Recorder, end: _RunEnding) -> None:
+    """Wait for the goodbyes of all peers, and hear what a trainer rank says of its rows before its own."""
+    for delivery in await hub.close(end.outcome.reason, timeout_s=end.close_s):
+        if isinstance(delivery.body, RowsLost):
+            recorder.note_lost_rows(delivery.peer, delivery.body)
 
 
 def _make_best_checkpoint(config: RunConfig, run: RunDirectory, core: Core) -> BestCheckpoint | None:

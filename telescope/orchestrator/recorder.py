@@ -48,7 +48,7 @@ from telescope.records import EnvironmentCard, FailureKind, RolloutOrder
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.wandb_mirror import WandbMirror
 from telescope.runlog.writer import RunLog
-from telescope.wire.messages import StepReport
+from telescope.wire.messages import RowsLost, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -82,10 +82,13 @@ class Recorder:
         self.rewards = rewards or RewardRanges()
         self._trained = frozenset(environments)
         self._group_size, self._each = group_size, len(environments) > 1
+        self._labels = tuple(environments) if self._each else ()
         self.evals = EvalRecorder(log, mirror, evals, best, self._warn_of_evals)
         self._stop_measure = stop_measure
         self._cohorts = CohortTally(group_size)
         self._ends = CohortEnds()
+        self._last_policy: dict[str, Any] = {}
+        """Means of the last versions that have ended."""
         self._ended: list[Cohort] = []
         """Cohorts that have ended since the last step."""
         self._scored: Counter[str] = Counter()
@@ -110,6 +113,10 @@ class Recorder:
         self._alerts = (0, "")
         """How many the terminal shall show, and the last of them."""
         self._rows_wait, self._rows_lost = False, 0
+        self._rows_lost_elsewhere: dict[str, RowsLost] = {}
+        """By the process that was to write them: the last that it said of this attempt."""
+        self._lost_before = RowsLost(unlogged=0, dropped=0)
+        """In attempts that this one goes on from."""
         self.restarts: Counter[str] = Counter()
         """How often each server has come back."""
 
@@ -122,11 +129,16 @@ class Recorder:
     def make_counters(self) -> SummaryCounters:
         """What a checkpoint keeps of the summary."""
         self.catch_up()
+        lost = self._count_lost_rows()
         return SummaryCounters(
             tokens=dict(self.tokens),
             seconds=self._count_seconds(),
             out_of_range=dict(self.rewards.outside),
             updates_skipped=self.updates_skipped,
+            rows_dropped=lost.dropped,
+            rows_unlogged=lost.unlogged,
+            restarts=dict(self.restarts),
+            failures=self.failure_rates.save(),
             cohorts=(*self._ended, *self._cohorts.save()),
             first_cohorts=tuple(self._ends.first),
             last_cohorts=tuple(self._ends.last),
@@ -141,9 +153,13 @@ class Recorder:
         self._trained_before_s = counters.seconds.get("training", 0.0)
         self.rewards.outside.update(counters.out_of_range)
         self.updates_skipped = counters.updates_skipped
+        self._lost_before = RowsLost(unlogged=counters.rows_unlogged, dropped=counters.rows_dropped)
+        self.restarts.update(counters.restarts)
+        self.failure_rates.restore(counters.failures)
         self.history = [{name: value for name, value in step.items() if value is not None} for step in history]
         self._cohorts.restore(counters.cohorts)
         self._ends = CohortEnds(list(counters.first_cohorts), list(counters.last_cohorts), counters.cohorts_ended)
+        self._last_policy = pool(self._ends.choose()[1])
         self.evals.restore(counters.evals)
         self._sampled_before = self.tokens["completion"]
 
@@ -370,6 +386,8 @@ class Recorder:
             self._log.append("policy", {"version": cohort.version, "cut_off": cohort.cut_off, "metrics": metrics})
             self._ends.add(make_means(cohort, self._group_size, each=self._each))
         self._ended += cohorts
+        if cohorts:
+            self._last_policy = pool(self._ends.choose()[1])
 
     def end_cohorts(self) -> None:
         """At the run's end: what has not ended is cut off, and said to be."""
@@ -404,6 +422,19 @@ class Recorder:
             )
         self._rows_lost = lost
 
+    def note_lost_rows(self, process: str, lost: RowsLost) -> None:
+        """What another process has not written of its own rows: an alert at the first that no file will have."""
+        known = self._rows_lost_elsewhere.get(process)
+        self._rows_lost_elsewhere[process] = lost
+        if lost.unlogged and not (known and known.unlogged):
+            self.alert("error", "run log", f"{lost.unlogged} rows of {process} are lost so far, and more may be: see its log")
+
+    def _count_lost_rows(self) -> RowsLost:
+        """Of all processes, and of the attempts before."""
+        own = RowsLost(self._log.counters.unlogged + self._log.counters.waiting, self._log.counters.dropped)
+        known = (self._lost_before, own, *self._rows_lost_elsewhere.values())
+        return RowsLost(unlogged=sum(one.unlogged for one in known), dropped=sum(one.dropped for one in known))
+
     def write_status(self, fields: Mapping[str, Any]) -> None:
         self._watch_rows()
         latest = self.history[-1] if self.history else {}
@@ -413,6 +444,10 @@ class Recorder:
             "reward": latest.get("reward/policy"),
             "reward_rollouts": latest.get("reward/policy/rollouts"),
             "exact": latest.get("sample/exact"),
+            "exact_rollouts": latest.get("sample/exact/count"),
+            "environments": {label: _pick_environment(latest, label) for label in self._labels},
+            "reward_policy_last": self._last_policy.get("reward"),
+            "policy_last": {name: self._last_policy[name] for name in ("versions", "rollouts") if self._last_policy},
             "sampled_tokens_per_s": latest.get("tokens_per_s/sampled"),
             "lag": latest.get("staleness_mean"),  # one quantity, docs/glossary.md
             **self.evals.status,
@@ -439,6 +474,7 @@ class Recorder:
     def write_summary(self, counts: Counts, fields: Mapping[str, Any]) -> None:
         """Write summary.json: what the run did, in one page. Called again, it replaces what it wrote."""
         first, last = map(pool, self._ends.choose())
+        lost = self._count_lost_rows()
         summary = {
             "steps": len(self.history),
             "prompts": self._prompts,
@@ -449,6 +485,7 @@ class Recorder:
             "exact_last": last.get("metrics", {}).get("exact"),
             "policy_first": first,
             "policy_last": last,
+            **({"environments": self.failure_rates.measure(self._labels)} if self._labels else {}),
             **({"evals": evals} if (evals := self.evals.summary) else {}),
             **self.evals.best_checkpoint,
             "rollouts": {
@@ -472,10 +509,7 @@ class Recorder:
                 "lost": counts.tokens_lost,
             },
             "seconds": {name: round(value, 3) for name, value in self._count_seconds().items()},
-            "log": {
-                "rows_dropped": self._log.counters.dropped,
-                "rows_unlogged": self._log.counters.unlogged + self._log.counters.waiting,
-            },
+            "log": {"rows_dropped": lost.dropped, "rows_unlogged": lost.unlogged},
             **fields,
         }
         text = orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode()
@@ -491,6 +525,12 @@ class Recorder:
             self._unwritable.add(path)
         else:
             self._unwritable.discard(path)
+
+
+def _pick_environment(metrics: Mapping[str, float], label: str) -> dict[str, float | None]:
+    """Of the versions that a step tells of; None where they have none of it."""
+    names = {"reward": "reward", "rollouts": "rollouts", "exact": "sample/exact", "exact_rollouts": "sample/exact/count"}
+    return {name: metrics.get(f"env/{label}/{metric}") for name, metric in names.items()}
 
 
 def _limit_first_wait(timings: Mapping[str, float], seconds: float) -> dict[str, float]:

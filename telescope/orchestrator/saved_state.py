@@ -31,6 +31,7 @@ from telescope.flow.snapshot import Snapshot
 from telescope.maths import routing
 from telescope.orchestrator.cohorts import Cohort, CohortMeans
 from telescope.orchestrator.eval_scores import EvalProgress, SampleScore
+from telescope.orchestrator.failure_rates import SavedFailureRates
 from telescope.orchestrator.rollout_store import Rollout
 from telescope.records import Record, RolloutOrder, Trajectory
 from telescope.runlog.attempts import CountedRows, Lineage, read_lineage, write_rows
@@ -42,7 +43,7 @@ from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.wire.messages import RolloutResult
 
-FORMAT = 4
+FORMAT = 5
 STATE, ARRAYS, ROWS = "state.msgpack", "arrays.bin", "rows.json"
 COLUMNS = (("ids", "<i4"), ("mask", "u1"), ("logprobs", "<f4"), ("versions", "<i4"))
 TOKEN_BYTES = sum(np.dtype(kind).itemsize for _, kind in COLUMNS)
@@ -81,12 +82,16 @@ class SavedEvalScores(Record):
 
 class SummaryCounters(Record):
     """What the summary adds up over a run. `cohorts`: those that have not been reported; `first_cohorts`, `last_cohorts` and
-    `cohorts_ended` of those that have."""
+    `cohorts_ended` of those that have; `rows_dropped`, `rows_unlogged` of all writers; `restarts` by server."""
 
     tokens: dict[str, int] = msgspec.field(default_factory=dict)
     seconds: dict[str, float] = msgspec.field(default_factory=dict)
     out_of_range: dict[str, int] = msgspec.field(default_factory=dict)
     updates_skipped: int = 0
+    rows_dropped: int = 0
+    rows_unlogged: int = 0
+    restarts: dict[str, int] = msgspec.field(default_factory=dict)
+    failures: SavedFailureRates = SavedFailureRates({}, {})
     cohorts: tuple[Cohort, ...] = ()
     first_cohorts: tuple[CohortMeans, ...] = ()
     last_cohorts: tuple[CohortMeans, ...] = ()

@@ -52,12 +52,19 @@ class BestCheckpointFile(msgspec.Struct, frozen=True):
     version_last: int | None = None
 
 
+class PolicyOfVersions(msgspec.Struct, frozen=True):
+    """Which rollouts `reward_policy_last` is the mean of."""
+
+    rollouts: int | None = None
+
+
 class RunStatusFile(msgspec.Struct, frozen=True):
     """What those who look use of status.json."""
 
     step: int | None = None
     steps: int | None = None
-    reward: float | None = None
+    reward_policy_last: float | None = None
+    policy_last: PolicyOfVersions = PolicyOfVersions()
     eval_rewards: dict[str, EvalReward] = {}
     best_checkpoint: BestCheckpointFile | None = None
     state: str = ""

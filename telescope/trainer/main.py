@@ -31,6 +31,7 @@ from telescope.weights.base import NoRoomForWeights, Publisher, TrainerEnd, Tran
 from telescope.weights.transport_choice import choose, read_placement, wire_dtype
 from telescope.wire import discovery
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
+from telescope.wire.messages import RowsLost
 from telescope.wire.process import KnownErrors, ProcessContext, ProcessSignals, freeze_heap, run_process
 from telescope.wire.security import BadKeys
 
@@ -117,7 +118,7 @@ def live(place: ProcessContext, signals: ProcessSignals) -> int:
         link = connected
         with (
             contextlib.closing(publisher(place, backend, world)) as weights,
-            contextlib.closing(timeline(place, world, 0 if resume is None else resume.step)) as lines,
+            contextlib.closing(timeline(place, world, 0 if resume is None else resume.step, connected.send)) as lines,
             last_word(keeps := keeper(place, world)),
             signals.hold(),
         ):
@@ -160,7 +161,7 @@ def keeper(place: ProcessContext, world: World) -> Keeper:
     )
 
 
-def timeline(place: ProcessContext, world: World, step: int) -> Timeline:
+def timeline(place: ProcessContext, world: World, step: int, tell: Callable[[RowsLost], object]) -> Timeline:
     """What stores this rank's spans and memory, as far as the settings want them."""
     settings = place.config.logging
     wanted = settings.track_gpu_events or settings.torch_memory_sample_interval_seconds > 0
@@ -172,6 +173,7 @@ def timeline(place: ProcessContext, world: World, step: int) -> Timeline:
         sample_s=settings.torch_memory_sample_interval_seconds,
         drain_s=settings.torch_memory_drain_interval_seconds,
         step=step,
+        tell=tell,
     )
 
 

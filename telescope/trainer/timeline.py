@@ -1,6 +1,7 @@
 """What a trainer rank did when, and how much memory it held, as rows of the run directory.
 
-Owns the sampling thread. Never waits for the device, and never ends a run: rows that can't be written are done without.
+Owns the sampling thread. Never waits for the device, and never ends a run: rows that can't be written are done without, and
+the orchestrator is told how many.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from telescope.backends.base import Span
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
+from telescope.wire.messages import RowsLost
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +38,14 @@ class Timeline:
         sample_s: float = 0.0,
         drain_s: float = 0.5,
         step: int = 0,
+        tell: Callable[[RowsLost], object],
     ) -> None:
-        """`step`: the last one that has ended."""
+        """`step`: the last one that has ended. `tell` says what is lost, after steps and at the end, where there is more."""
         self._rows, self._process, self._wants_spans = rows, process, spans
         self._step = step
+        self._tell, self._told = tell, RowsLost(unlogged=0, dropped=0)
+        self._left_out = 0
+        """Rows that the log took no more."""
         self._ending = threading.Event()
         self._read = reader(device)
         self._sample_s, self._drain_s = sample_s, drain_s
@@ -53,6 +59,8 @@ class Timeline:
         self._step = step
         for span in spans if self._wants_spans else ():
             self._span(step, span)
+        if self._rows is not None:
+            self._tell_lost(self._rows, self._rows.counters.unlogged)
 
     def span(self, name: str, step: int, started_ns: int, seconds: float) -> None:
         """A phase outside a step: `publish`, `send`."""
@@ -70,6 +78,17 @@ class Timeline:
                 rows.close(END_S)
             except (RunLogFailed, RunLogStalled) as error:
                 log.error("the last spans and memory samples are lost: %s", error)
+            self._tell_lost(rows, rows.last_row - rows.counters.rows - rows.counters.dropped)
+
+    def _tell_lost(self, rows: RunLog, unlogged: int) -> None:
+        lost = RowsLost(unlogged=unlogged + self._left_out, dropped=rows.counters.dropped)
+        if lost == self._told:
+            return
+        self._told = lost
+        try:
+            self._tell(lost)
+        except ConnectionError:  # the link is over, which whoever receives on it is told too
+            log.debug("nobody hears that rows are lost", exc_info=True)
 
     def _span(self, step: int, span: Span) -> None:
         row = {"step": step, "process": self._process, "name": span.name}
@@ -83,8 +102,9 @@ class Timeline:
         try:
             self._rows.append(stream, row)
         except (RunLogFailed, RunLogStalled) as error:
-            log.error("spans and memory samples are no longer written: %s", error)
-            self._rows = None
+            if not self._left_out:
+                log.error("spans and memory samples are no longer written: %s", error)
+            self._left_out += 1
 
     def _sample(self) -> None:
         """The thread: reads that wait for the next drain."""

@@ -232,17 +232,22 @@ class Hub:
         """How many messages were dropped, by (process, reason)."""
         return dict(self._session.malformed)
 
-    async def close(self, reason: str, timeout_s: float = 2.0) -> None:
-        """Tell everyone to stop, wait for their goodbyes at most `timeout_s` (0: leave at once), and free the port."""
+    async def close(self, reason: str, timeout_s: float = 2.0) -> list[Delivery]:
+        """Tell everyone to stop, wait for their goodbyes at most `timeout_s` (0: leave at once), and free the port. Gives the
+        messages that came meanwhile."""
+        last: list[Delivery] = []
         if self._closed:
-            return
+            return last
         end = self._loop.time() + timeout_s
         if timeout_s > 0:
             self._session.stop_all(reason, self._loop.time())
             self._flush()
             while self._session.peers and self._failure is None and (left := end - self._loop.time()) > 0:
-                await self._next(left)
+                happening = await self._next(left)
+                if isinstance(happening, Delivery):
+                    last.append(happening)
         self._tear_down(linger_ms=200 if timeout_s > 0 else 0)
+        return last
 
     # ---- the socket's side -------------------------------------------------------------------------------------------
 

@@ -307,6 +307,14 @@ class StepReport(Message):
     timings: dict[str, float]
 
 
+class RowsLost(Message):
+    """Rows of a rank's own that no file has, since it started: those that could not be written, and those that were dropped
+    under pressure. Sent when there are more, and once more before the Goodbye."""
+
+    unlogged: int
+    dropped: int
+
+
 class PublishWeights(Message):
     version: int
 
@@ -429,7 +437,7 @@ Body = (
     | RunRollout | CancelRollout | PrefetchPrompts | GenerationEnded | RolloutResult | RolloutError
     | Generate | Abort | Completion | GenerateFailed | EngineLoad
     | RequestGrant | Grant | ExpectRequest | Served | RevokeGrant
-    | TrainStep | StepReport | PublishWeights | WeightsPublished | SendWeights | WeightsSent
+    | TrainStep | StepReport | RowsLost | PublishWeights | WeightsPublished | SendWeights | WeightsSent
     | PrepareWeights | CommitWeights | AbortWeights | WeightsReady | WeightsFailed | Sleep | Asleep
     | SaveCheckpoint | CheckpointStaged | CheckpointWritten | CheckpointError
 )  # fmt: skip
@@ -457,7 +465,7 @@ FROM_PEER: dict[Role, frozenset[Kind]] = {
     "server": frozenset({Completion, GenerateFailed, Served, EngineLoad, WeightsReady, WeightsFailed, Asleep}),
     "trainer": frozenset(
         {
-            *(StepReport, WeightsPublished, WeightsSent, WeightsReady, WeightsFailed),
+            *(StepReport, RowsLost, WeightsPublished, WeightsSent, WeightsReady, WeightsFailed),
             *(CheckpointStaged, CheckpointWritten, CheckpointError),
         }
     ),

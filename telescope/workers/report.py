@@ -46,7 +46,8 @@ class BadReward(GraderError):
 
 def check_reward(reward: Reward) -> Reward:
     """The same with plain numbers. Raises `BadReward` unless the total and every metric is a finite one, the total within
-    `REWARD_LIMIT` and the sum of its turns, where it has them, and each metric within `METRIC_LIMIT`."""
+    `REWARD_LIMIT` and the sum of its turns, where it has them, and each metric within `METRIC_LIMIT` and without a slash in its
+    name."""
     if not isinstance(reward, Reward):
         raise BadReward(f"play returned {type(reward).__name__}, not a Reward")
     if not isinstance(reward.metrics, Mapping):
@@ -97,6 +98,8 @@ def _as_number(name: str, value: object) -> float:
 
 
 def _as_metric(name: str, value: object) -> float:
+    if "/" in name:  # `tools/count` would be taken for the number of values of `tools`
+        raise BadReward(f"the reward's metric {name!r} has a '/' in its name, which stands before a statistic: write '_'")
     number = _as_number(f"metric {name!r}", value)
     if abs(number) > METRIC_LIMIT:
         raise BadReward(

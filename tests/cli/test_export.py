@@ -154,7 +154,7 @@ def test_a_checkpoint_that_an_earlier_version_wrote_is_exported_to_the_bit_and_n
     run, model = RunDirectory(tmp_path / "run"), tmp_path / "model"
     assert export.main(["latest", "--run-dir", str(run.path), "--to", str(model)]) == 0
     assert hashlib.sha256((model / "adapter_model.safetensors").read_bytes()).hexdigest()[:16] == "26afa1aaa64965cc"
-    with pytest.raises(checkpoints.CheckpointUnreadable, match="has format 1, and this Telescope reads 4"):
+    with pytest.raises(checkpoints.CheckpointUnreadable, match="has format 1, and this Telescope reads 5"):
         read_state(checkpoints.find(run.checkpoints))
 
 

@@ -66,11 +66,12 @@ def test_runs_and_the_points_of_sweeps_are_listed_with_state_step_reward_and_rea
         tmp_path / "a",
         exit_json={"exit_code": 0},
         status_json={"step": 3, "steps": 3},
-        summary_json={"reward_policy_last": 0.75},
+        summary_json={"reward_policy_last": 0.75, "policy_last": {"rollouts": 1160}},
     )
     failed = made(tmp_path / "sweep/000", exit_json={"exit_code": 70}, status_json={"step": 1, "steps": 3, "reward": 0.5})
     failed.run_failure.write_text("server-0 was killed by SIGKILL.\n")
-    hold(made(tmp_path / "b", status_json={"step": 2, "steps": 9, "reward": 0.1}))
+    going = {"step": 2, "steps": 9, "reward": 0.5, "reward_policy_last": 0.1, "policy_last": {"rollouts": 96}}
+    hold(made(tmp_path / "b", status_json=going))
     lost = made(tmp_path / "c")
     lost.holder_json.write_bytes(msgspec.json.encode(Holder(socket.gethostname(), os.getpid(), 1)))
     made(tmp_path / "d")
@@ -82,10 +83,14 @@ def test_runs_and_the_points_of_sweeps_are_listed_with_state_step_reward_and_rea
         "a": "done", "000": "failed", "b": "running", "c": "lost", "d": "waiting", "e": "stopped",
     }  # fmt: skip
     assert (found["a"]["reward"], found["b"]["step"]) == (0.75, 2)
+    assert [found[name]["rollouts"] for name in "abc"] == [1160, 96, None]
     assert found["e"]["reason"] == "the checkpoint of step 7 is complete"
     assert found["000"]["reason"] == "server-0 was killed by SIGKILL."
     assert runs.main(["list", str(tmp_path)]) == 0
-    assert "running          2/9    0.100  " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "running          2/9    0.100        96  " in shown  # of the last versions, as at the end, not of the last step
+    assert "done             3/3    0.750     1,160  " in shown
+    assert "lost               -        -         -  " in shown
     assert runs.main(["list", str(tmp_path / "nowhere")]) == 1
 
 

@@ -265,7 +265,10 @@ def test_a_run_that_failed_before_a_step_says_why_and_where_to_look(tmp_path: Pa
 
 def test_several_environments_are_told_apart(run: RunDirectory, capsys):
     run.config_json.write_text(json.dumps({**CONFIG, "environments": {"sums": {"name": "sums"}, "words": {"name": "words"}}}))
-    metrics = {"reward/policy": 0.5, "env/sums/reward": 0.25, "env/words/reward": 0.75}
+    metrics = {
+        "reward/policy": 0.5, "env/sums/reward": 0.25, "env/words/reward": 0.75,
+        "env/words/sample/valid_format": 0.25, "env/words/sample/valid_format/count": 8.0,
+    }  # fmt: skip
     write(run, "policy", [{"version": 20, "metrics": metrics}], segment=5)
     words = [rollout(number, 1, environment="words", prompt="spell it") for number in range(8, 16)]
     write(
@@ -276,6 +279,17 @@ def test_several_environments_are_told_apart(run: RunDirectory, capsys):
     assert "  reward words   " in page
     assert "words: 1 of 9 attempts failed, reward 1" in page
     assert "words: spell it → it is 15" in page
+    told = {one["label"]: one for one in json.loads(shown(run, capsys, "--json"))["environments"]}
+    assert (told["sums"]["equal_groups"], told["sums"]["equal_reward"], told["words"]["equal_groups"]) == (2, 0.0, 0)
+    assert (told["sums"]["form"], told["words"]["form"]["last"]) == (None, 0.25)
+
+
+def test_a_page_of_the_newest_rows_alone_says_so(run: RunDirectory, capsys, monkeypatch: pytest.MonkeyPatch):
+    assert "of the newest 200,000" not in shown(run, capsys)
+    monkeypatch.setattr("telescope.cli.show.figures.NEWEST", 19)  # as many as there are rollouts
+    monkeypatch.setattr("telescope.cli.show.page.NEWEST", 19)
+    assert "Counts and times are of the newest 19 rows of groups, turns.\n" in shown(run, capsys)
+    assert json.loads(shown(run, capsys, "--json"))["cut"] == ["groups", "turns"]
 
 
 @pytest.mark.parametrize(

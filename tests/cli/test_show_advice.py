@@ -181,10 +181,10 @@ CASES: dict[str, tuple[RunFigures, RunFigures, str, str]] = {
         "orchestrator.max_async_rollout=2",
     ),
     "slow scoring": (
-        figures(time=time(trainer_waits=0.6, trainer_works=0.3, scoring_s=9.0)),
+        figures(time=time(trainer_waits=0.6, trainer_works=0.3, scoring_s=9.0), settings=settings(env_num_workers=6)),
         figures(time=time(trainer_waits=0.4, trainer_works=0.3, scoring_s=9.0)),
         "a rollout is generated in 5 s and scored in 9 s",
-        "cluster.env_num_workers=4",
+        "cluster.env_num_workers=12",
     ),
     "nobody works": (
         figures(time=time(trainer_waits=0.6, trainer_works=0.3, servers_generate=0.5, requests_at_once=200.0)),
@@ -259,6 +259,41 @@ def test_of_a_run_of_which_nothing_is_known_no_rule_says_anything():
     assert advise(RunFigures(run_dir="/runs/mine")) == []
 
 
+SEVERAL = settings(environments=("sums", "hard"), environment_names={"sums": "my_sums", "hard": "hard"})
+
+
+@pytest.mark.parametrize(
+    ("reward", "rule", "found", "command"),
+    [
+        (0.02, "too hard", "45 of them at hard, 0.02 on average, 40 of them 0 throughout", "telescope env check hard"),
+        (0.9, "too easy", "45 of them at hard, 0.9 on average", "+environments.hard.curriculum={}"),
+    ],
+)
+def test_of_several_environments_the_one_with_most_equal_groups_is_named(reward: float, rule: str, found: str, command: str):
+    """Not the first: whether its prompts are too hard is judged by its own rewards."""
+    easy = EnvironmentFigures(label="sums", scored=400, failed=0, reward=0.5, truncated=0, equal_groups=15, equal_reward=0.5)
+    hard = msgspec.structs.replace(easy, label="hard", equal_groups=45, equal_reward=reward, equal_all_zero=40)
+    groups = GroupFigures(begun=100, complete=90, discarded=60, discarded_reward=0.3)
+    advice = find(advise(figures(settings=SEVERAL, environments=(easy, hard), groups=groups)), rule)
+    assert advice is not None
+    assert advice.found.startswith(f"60 of 90 scored groups had equal rewards, {found}")
+    assert command in advice.command
+    unknown = find(advise(figures(settings=SEVERAL, environments=(), groups=groups)), "too hard")
+    assert unknown is not None
+    assert "telescope env check NAME" in unknown.command
+
+
+def test_of_several_environments_the_one_whose_form_fails_is_named():
+    good = EnvironmentFigures(label="sums", scored=400, failed=0, reward=0.5, truncated=0, form=curve("format sums", 0.9, 0.95))
+    bad = msgspec.structs.replace(good, label="hard", form=curve("format hard", 0.2, 0.3))
+    advice = find(advise(figures(settings=SEVERAL, environments=(good, bad))), "form")  # of all together it is over a half
+    assert advice is not None
+    assert "of the answers at hard is what the reward expects" in advice.found
+    assert advice.command == "telescope env check hard"
+    both = figures(curve("format", 0.3, 0.4), settings=SEVERAL, environments=(good,))
+    assert find(advise(both), "form") is None
+
+
 def test_a_task_that_is_solved_is_not_one_that_does_not_learn():
     solved = figures(FLAT, curve("exact", 0.97, 0.98), curve("entropy", 0.3, 0.01), curve("staleness", 1.0, 4.0))
     assert find(advise(solved), "no entropy") is None
@@ -314,9 +349,16 @@ def test_a_run_that_was_lost_goes_on_from_its_checkpoint():
     assert "from the checkpoint of step 30" in advice.reason
 
 
+def test_a_penalty_that_the_run_has_is_advised_to_grow():
+    fallen = curve("reward/policy", 0.6, 0.2)
+    advice = find(advise(figures(fallen, settings=settings(kl_ref_coef=0.01))), "fell")
+    assert advice is not None
+    assert advice.command.endswith("algorithm.kl_ref_coef=0.02")
+
+
 def test_the_limit_of_an_environment_s_own_is_the_one_to_raise():
     own = settings(environment_max_tokens={"sums": 50})
     advice = find(advise(figures(curve("cut off %", 10.0, 40.0), settings=own)), "cut off")
     assert advice is not None
     assert "environments.sums.max_tokens=100 inference.max_model_len=350 trainer.seq_len=350" in advice.command
-    assert "environments.sums.max_tokens=50" in advice.found
+    assert advice.found == "40 of 800 answers at sums ended at environments.sums.max_tokens=50"

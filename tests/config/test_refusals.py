@@ -258,10 +258,54 @@ def test_normalised_rewards_need_pools_that_ask_for_more_than_0():
 
 def test_a_reward_range_must_rise_and_pools_must_cover_every_rate():
     said = sentences(compose_one("environments.countdown.reward_min=1", "environments.countdown.reward_max=0"))
-    assert "reward_min=1.0 must be below reward_max=0.0" in said
+    assert "the rewards of environments.countdown go from reward_min=1 to reward_max=0: the first must be below" in said
     said = sentences(compose_one("environments.countdown.curriculum={pools:[{name:hard,up_to:0.5}]}"))
     assert "must rise from above 0 to exactly 1" in said
     assert "behind which every answer would end at once" in sentences(compose_one("rollout.stop=['']"))
+
+
+RANGED = """
+from telescope.environments.base import Prompt, Reward, SingleTurn
+
+class Ranged(SingleTurn):
+    reward_min = {low}
+    reward_max = {high}
+
+    def prompts(self, split):
+        return [Prompt(({{"role": "user", "content": "2+2"}},))]
+
+    def reward(self, prompt, answer):
+        return Reward(1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ends", "refused"),
+    [
+        (("reward_max=0",), (0.0, 1.0), "reward_min=0 to reward_max=0: the first must be below the second"),
+        (("reward_max=-1",), (0.0, 1.0), "reward_min=0 to reward_max=-1"),
+        (("reward_min=1",), (0.0, 1.0), "reward_min=1 to reward_max=1"),
+        (("reward_min=2", "reward_max=1"), (None, None), "reward_min=2 to reward_max=1"),
+        ((), (1.0, 0.0), "reward_min=1 to reward_max=0"),
+        ((), (0.0, "float('inf')"), "reward_min=0 to reward_max=inf"),
+        ((), (0.0, "float('nan')"), "reward_min=0 to reward_max=nan"),
+        (("reward_max=0",), (None, 1.0), ""),
+        (("reward_max=0",), (-1.0, 1.0), ""),
+    ],
+)
+def test_both_ends_of_a_reward_range_are_judged_wherever_they_stand(
+    tmp_path: Path, overrides: tuple[str, ...], ends: tuple[object, object], refused: str
+):
+    write(tmp_path / "plugins" / "environments" / "ranged.py", RANGED.format(low=ends[0], high=ends[1]))
+    given = (f"environments.ranged.{override}" for override in overrides)
+    said = sentences(compose_one("env=[ranged]", *given, config_dir=tmp_path))
+    assert (f"the rewards of environments.ranged go from {refused}" in said) if refused else not said
+
+
+def test_the_reward_range_of_an_evals_own_environment_is_judged_too(tmp_path: Path):
+    write(tmp_path / "plugins" / "environments" / "ranged.py", RANGED.format(low=1.0, high=0.0))
+    said = sentences(compose_one("+evals.other={environment:ranged,every:1}", config_dir=tmp_path))
+    assert "the rewards of evals.other go from reward_min=1 to reward_max=0" in said
 
 
 def test_a_curriculum_without_settings_has_three_pools():

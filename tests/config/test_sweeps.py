@@ -23,6 +23,9 @@ __all__ = ["telescope"]
 GRID = ("hydra/sweeper=basic", "algorithm=grpo,rloo", "seed=1,2")
 
 
+SUMMARY = {"reward_policy_first": 0.25, "reward_policy_last": 0.5, "policy_last": {"versions": [3, 7], "rollouts": 1160}}
+
+
 def ended(folder: Path, summary: dict[str, object] | None = None, verdict: str = "") -> Path:
     run = RunDirectory.create(folder)
     if summary is not None:
@@ -34,7 +37,7 @@ def ended(folder: Path, summary: dict[str, object] | None = None, verdict: str =
 
 def test_a_sweep_tells_every_point_and_all_failures_with_their_reasons(tmp_path: Path):
     sweep = Sweep(tmp_path / "s")
-    sweep.ended(["seed=1"], ended(tmp_path / "s/000", {"reward_policy_first": 0.25, "reward_policy_last": 0.5}), 0)
+    sweep.ended(["seed=1"], ended(tmp_path / "s/000", SUMMARY), 0)
     sweep.ended(["seed=2"], ended(tmp_path / "s/001", verdict="server-0 was killed by SIGKILL."), 70)
     sweep.ended(["seed=3"], ended(tmp_path / "s/002", {"exit_reason": "the disk is full"}), 1)
     assert [(r.value, r.first, r.failed, r.reason) for r in sweep.results[1:]] == [
@@ -42,7 +45,8 @@ def test_a_sweep_tells_every_point_and_all_failures_with_their_reasons(tmp_path:
         (None, None, True, "the disk is full"),
     ]
     table = sweep.table()
-    assert "    0     0                 0.5  seed=1" in table
+    assert "    0     0                 0.5     1,160  seed=1" in table
+    assert "    1    70                   -         -  seed=2" in table
     assert f"2 of 3 points failed:\n  1: server-0 was killed by SIGKILL. ({tmp_path / 's/001'})" in table
     told = json.loads((tmp_path / "s/sweep.json").read_text())
     assert [point["exit_code"] for point in told["points"]] == [0, 70, 1]

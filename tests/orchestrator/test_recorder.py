@@ -24,7 +24,7 @@ from telescope.records import EnvironmentCard
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.runlog.writer import RunLog
-from telescope.wire.messages import StepReport
+from telescope.wire.messages import RowsLost, StepReport
 from tests.orchestrator.test_rollout_store import make, order
 
 
@@ -71,6 +71,7 @@ async def test_reward_counts_discarded_rollouts_and_trained_reward_does_not(run:
     assert metrics["sample/exact"] == 0.75
     assert metrics["sample/exact/count"] == 4
     assert [metrics[f"groups/{name}"] for name in ("begun", "cancelled", "discarded", "discarded/all_zero")] == [3, 1, 1, 0]
+    assert [metrics[f"groups/discarded/reward{what}"] for what in ("", "/count")] == [1.0, 1]
     assert (metrics["reward/trained"], metrics["reward/trained/rollouts"]) == (0.5, 2)
     assert metrics["staleness_mean"] == 0.5
     assert metrics["staleness_max"] == 1.0
@@ -228,7 +229,7 @@ async def test_the_summary_compares_the_first_five_versions_with_the_last_five_b
     assert summary["reward_policy_first"] == pytest.approx(0.2)
     assert summary["reward_policy_last"] == pytest.approx((0.7 + 0.8 + 0.9 + 1.0 + 1.1) * 2 / 12)
     assert summary["policy_last"]["versions"] == [7, 11]
-    assert summary["policy_last"]["rollouts"] == 12
+    assert summary["policy_last"]["rollouts"] == summary["policy_last"]["counts"]["exact"] == 12
     assert summary["exact_last"] == 0.75  # of every rollout that `make` makes
     assert summary["exit_reason"] == "all 12 steps are trained"
 
@@ -275,6 +276,10 @@ async def test_no_version_is_told_before_all_of_its_groups_have_ended(run: RunDi
         recorder.write_status({})
         told = orjson.loads(run.status_json.read_bytes())
         assert (told["reward"], told["reward_rollouts"]) == ((0.5, 4) if step == 3 else (None, None))
+        assert (told["exact"], told["exact_rollouts"]) == ((0.5, 4) if step == 3 else (None, None))
+        assert (told["reward_policy_last"], told["policy_last"]) == (
+            (0.5, {"versions": [0, 0], "rollouts": 4}) if step == 3 else (None, {})
+        )
     log.close()
     assert [report.get("reward/policy") for report in reports] == [None, None, 0.5]
 
@@ -338,7 +343,7 @@ async def test_a_checkpoint_between_two_versions_loses_neither(run: RunDirectory
 async def test_versions_that_end_out_of_order_stand_in_order_in_the_summary(run: RunDirectory):
     ends = CohortEnds()
     for version in (0, 1, 2, 4, 5, 6, 7, 3, 8, 9):
-        means = ScoreMeans(Mean(version / 10, 1), {})
+        means = ScoreMeans(Mean(version / 10, 1), {}, Mean(3.0, 1), truncated=0, groups=1, discarded=0)
         ends.add(CohortMeans(version, 1, 0, False, means, {}))
     first, last = ends.choose()
     assert [[one.version for one in some] for some in (first, last)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
@@ -363,7 +368,53 @@ async def test_several_environments_are_told_apart(run: RunDirectory):
     assert [metrics[f"env/{label}/discarded"] for label in ("countdown", "hard")] == [0, 1]
     assert [metrics[f"env/{label}/failed_pct"] for label in ("countdown", "hard")] == [0, 50]
     assert metrics["reward/policy"] == 0.75
-    assert summary["policy_last"]["environments"]["hard"]["reward"] == 0.5
+    assert [metrics[f"env/hard/sample/exact{what}"] for what in ("", "/count")] == [0.5, 1]
+    assert summary["policy_last"]["environments"]["hard"] == {
+        "rollouts": 1, "reward": 0.5, "metrics": {"exact": 0.5}, "counts": {"exact": 1},
+        "completion_tokens": hard.result.completion_tokens, "stop_reason_length_pct": 0.0, "groups": 1, "discarded": 1,
+    }  # fmt: skip
+    assert summary["environments"] == {
+        "countdown": {"attempts": 1, "failed": 0, "failed_pct": 0.0},
+        "hard": {"attempts": 2, "failed": 1, "failed_pct": 50.0},
+    }
+    recorder.write_status({})
+    told = orjson.loads(run.status_json.read_bytes())["environments"]
+    assert told["hard"] == {"reward": 0.5, "rollouts": 1, "exact": 0.5, "exact_rollouts": 1}
+
+
+async def test_rows_that_another_process_has_lost_are_an_alert_once_and_in_the_summary(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=1)
+    recorder.note_lost_rows("trainer-1", RowsLost(unlogged=0, dropped=3))
+    for unlogged in (5, 9):
+        recorder.note_lost_rows("trainer-0", RowsLost(unlogged=unlogged, dropped=1))
+    summary = summarize(run, recorder, log)
+    assert summary["log"] == {"rows_dropped": 4, "rows_unlogged": 9}
+    (alert,) = rows(run, "alerts")
+    assert alert["message"] == "5 rows of trainer-0 are lost so far, and more may be: see its log"
+
+
+async def test_a_run_that_goes_on_remembers_what_was_lost_before(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    settings = {"number_of_steps": 2, "environments": ("countdown", "hard")}
+    recorder = Recorder(run, log, None, **settings)
+    recorder.note_lost_rows("trainer-0", RowsLost(unlogged=5, dropped=1))
+    recorder.restarts["server-0"] += 2
+    score(recorder, 0, [1.0], group_id=0)
+    recorder.record_failure(Rollout(order(7), "worker-0", 2), "KeyError: 'x'", "grader")
+    saved = msgspec.msgpack.decode(msgspec.msgpack.encode(recorder.make_counters()), type=SummaryCounters)
+    following = Recorder(run, log, None, **settings)
+    following.resume(saved, ())
+    following.note_lost_rows("trainer-0", RowsLost(unlogged=2, dropped=0))
+    following.restarts["server-0"] += 1
+    following.record_failure(Rollout(order(8), "worker-0", 2), "KeyError: 'x'", "grader")
+    assert "2 of 3 rollouts of environments.countdown got no score (67%)" in following.failure_rates.describe("it is over")
+    following.write_status({})
+    assert orjson.loads(run.status_json.read_bytes())["reward_policy_last"] is None  # version 0 has not ended
+    summary = summarize(run, following, log)
+    assert summary["log"] == {"rows_dropped": 1, "rows_unlogged": 7}
+    assert summary["restarts"] == {"server-0": 3}
+    assert summary["environments"]["countdown"] == {"attempts": 3, "failed": 2, "failed_pct": pytest.approx(200 / 3)}
 
 
 async def test_a_run_without_a_step_has_no_reward_rather_than_zero(run: RunDirectory):
@@ -390,6 +441,7 @@ async def test_left_out_prompts_and_rewards_out_of_range_stand_in_the_summary(ru
     metrics = recorder.record_step(StepReport(step=6, metrics={}, timings={}), counts(5))
     found = [metrics[name] for name in ("reward/policy", "reward/policy/normalized", "reward/out_of_range")]
     assert found == [2.0, 1.0, 1.0]
+    assert metrics["reward/policy/normalized/count"] == 2
     recorder.write_summary(counts(), {})
     log.close()
     summary = orjson.loads(run.summary_json.read_bytes())

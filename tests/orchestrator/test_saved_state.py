@@ -104,7 +104,7 @@ def test_a_checkpoint_of_another_format_is_refused_with_the_remedy(tmp_path: Pat
     place = checkpoints.orchestrator_part(folder)
     (place / saved_state.STATE).write_bytes(msgspec.msgpack.encode({"format": 1, "rollouts": [{"done": {}}]}))
     (place / saved_state.ARRAYS).rename(place / "shelf.bin")  # as format 1 calls it: the format is told before a file is missed
-    with pytest.raises(checkpoints.CheckpointUnreadable, match="has format 1, and this Telescope reads 4: resume with the"):
+    with pytest.raises(checkpoints.CheckpointUnreadable, match="has format 1, and this Telescope reads 5: resume with the"):
         saved_state.read_state(folder)
 
 

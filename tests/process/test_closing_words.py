@@ -14,8 +14,8 @@ SUMMARY: dict[str, Any] = {
     "reward_policy_last": 0.83109,
     "exact_first": 0.34,
     "exact_last": 0.81,
-    "policy_first": {"rollouts": 1800},
-    "policy_last": {"rollouts": 1160},
+    "policy_first": {"rollouts": 1800, "counts": {"exact": 1200}},
+    "policy_last": {"rollouts": 1160, "counts": {"exact": 800}},
     "evals": {
         "countdown": {
             "step": 60, "reward": 0.391, "reward_error": 0.018, "samples": 512, "failed": 3,
@@ -39,7 +39,7 @@ SUMMARY: dict[str, Any] = {
 def test_the_main_lines_of_a_run():
     assert format_closing(SUMMARY).splitlines() == [
         "  reward          0.365 → 0.831  (means of 1,800 and 1,160 rollouts)",
-        "  exact           0.340 → 0.810",
+        "  exact           0.340 → 0.810  (means of 1,200 and 800 rollouts)",
         "  eval countdown  0.084 → 0.391 ± 0.018 after step 60 (512 samples, 3 failed)",
         "  steps           60",
         "  rollouts        20,256 generated, 15,360 trained, 4,896 discarded; of groups 600 discarded: zero_advantage, "
@@ -49,6 +49,31 @@ def test_the_main_lines_of_a_run():
         "  tokens          120,000 sampled (2,000/s while training), 90,000 trained",
         "  time            3:39 (the trainer computed 0:45, waited for data 0:09)",
         "  end             all 60 steps are trained",
+    ]
+
+
+SEVERAL: dict[str, Any] = {
+    "policy_first": {"environments": {"sums": {"rollouts": 904, "reward": 0.31}}},
+    "policy_last": {
+        "environments": {
+            "sums": {
+                "rollouts": 590, "reward": 0.702, "metrics": {"exact": 0.64}, "counts": {"exact": 588},
+                "completion_tokens": 34.21, "stop_reason_length_pct": 1.5, "groups": 74, "discarded": 21,
+            }
+        }
+    },
+    "environments": {
+        "sums": {"attempts": 9310, "failed": 12, "failed_pct": 0.13},
+        "letters": {"attempts": 0, "failed": 0, "failed_pct": 0.0},
+    },
+}  # fmt: skip
+
+
+def test_each_of_several_environments_has_a_line():
+    assert format_closing(SEVERAL).splitlines() == [
+        "  env sums     0.310 → 0.702  (means of 904 and 590 rollouts); of the last exact 0.640 (n=588), 34.2 tokens, "
+        "1.5 % cut off, 21 of 74 groups discarded; 12 of 9,310 attempts failed",
+        "  env letters  – → –; 0 of 0 attempts failed",
     ]
 
 
@@ -79,3 +104,9 @@ def test_a_half_known_summary_is_told_as_far_as_it_goes(name: str):
     for value in (None, "text", 7, [1], {}, {"countdown": None}):
         assert isinstance(format_closing({**SUMMARY, name: value}), str)
     assert format_closing({}) == ""
+
+
+@pytest.mark.parametrize("name", sorted(SEVERAL))
+def test_half_known_environments_are_told_as_far_as_they_go(name: str):
+    for value in (None, "text", {"sums": 7}, {"environments": {"sums": {"groups": "many", "metrics": None}}}):
+        assert isinstance(format_closing({**SEVERAL, name: value}), str)

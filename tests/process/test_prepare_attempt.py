@@ -228,7 +228,7 @@ def test_a_checkpoint_of_an_older_telescope_is_refused_before_the_directory_chan
     """Else the older one, which is the remedy, would find settings there that it does not know."""
     partial = checkpoints.orchestrator_part(checkpoint(run, 2))
     (partial / "state.msgpack").write_bytes(msgspec.msgpack.encode({"format": 1, "rollouts": []}))
-    with pytest.raises(prepare_attempt.CannotResume, match="has format 1, and this Telescope reads 4: resume with the"):
+    with pytest.raises(prepare_attempt.CannotResume, match="has format 1, and this Telescope reads 5: resume with the"):
         prepare_attempt.find_resume_point(run, config(), step)
     with pytest.raises(prepare_attempt.CannotResume, match="has format 1"):
         prepare_attempt.find_latest(run, config())

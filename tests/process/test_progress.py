@@ -15,7 +15,7 @@ from telescope.orchestrator.peers import name_few
 from telescope.runlog.layout import RunDirectory
 
 STATUS = {
-    "state": "running", "step": 12, "steps": 60, "reward": 0.4123, "reward_rollouts": 96, "exact": 0.375,
+    "state": "running", "step": 12, "steps": 60, "reward": 0.4123, "reward_rollouts": 96, "exact": 0.375, "exact_rollouts": 64,
     "sampled_tokens_per_s": 5130.0, "lag": 1.24, "queue": 14, "in_flight": 96, "eta_s": 65, "doing": "train step 12",
 }  # fmt: skip
 
@@ -27,9 +27,21 @@ class Terminal(io.StringIO):
 
 def test_the_line_says_everything_in_one_row() -> None:
     assert format_status(STATUS) == (
-        "step 12/60 · reward 0.412 (n=96) · exact 38% · 5.1k sampled tok/s · lag 1.2 · queue 14 · ETA 1:05 · in flight 96 · "
-        "train step 12"
+        "step 12/60 · reward 0.412 (n=96) · exact 38% (n=64) · 5.1k sampled tok/s · lag 1.2 · queue 14 · ETA 1:05 · "
+        "in flight 96 · train step 12"
     )
+
+
+def test_each_of_several_environments_is_told_where_there_is_room_for_all() -> None:
+    sums = {"reward": 0.31, "rollouts": 48, "exact": 0.25, "exact_rollouts": 46}
+    letters = {"reward": 0.9, "rollouts": 48, "exact": None}
+    environments = {"sums": sums, "letters": letters, "new": {"reward": None}}
+    status = {"step": 12, "reward": 0.605, "reward_rollouts": 96, "environments": environments}
+    line = "step 12 · reward 0.605 (n=96)"
+    whole = f"{line} · sums 0.310 (n=48) exact 25% (n=46) · letters 0.900 (n=48)"
+    assert format_status(status) == format_status(status, len(whole)) == whole
+    assert format_status(status, len(whole) - 1) == line
+    assert format_status({**status, "environments": {}}) == format_status({**status, "environments": "?"}) == line
 
 
 @pytest.mark.parametrize(

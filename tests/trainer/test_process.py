@@ -36,6 +36,7 @@ from telescope.wire.messages import (
     CheckpointWritten,
     Message,
     PublishWeights,
+    RowsLost,
     SaveCheckpoint,
     StepReport,
     TrainStep,
@@ -173,6 +174,15 @@ async def test_the_fake_backend_needs_no_torch_and_repeats_itself(tmp_path):
             expected = np.random.default_rng((0, step)).standard_normal((4, 8), np.float32)
             assert bytes(found["fake.embedding"]) == expected.tobytes()
         assert len(here.segments()) == 2
+
+
+async def test_a_rank_says_before_it_leaves_how_many_of_its_rows_no_file_has(tmp_path):
+    async with bench(tmp_path, Fake()) as here:
+        await joined(here)
+        here.directory.live("trainer-0", "spans", 0).mkdir(parents=True)  # in the way of the file
+        await here.ask(PublishWeights(0))
+        last = await here.hub.close("all steps are done", timeout_s=PATIENCE_S)
+        assert [(one.peer, one.body) for one in last] == [("trainer-0", RowsLost(unlogged=1, dropped=0))]
 
 
 async def save(here: Bench, step: int, folder: Path) -> Message:

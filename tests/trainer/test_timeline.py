@@ -10,11 +10,16 @@ from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.runlog.writer import RunLog
 from telescope.trainer.timeline import Timeline, resident
+from telescope.wire.link import LinkLost
+from telescope.wire.messages import RowsLost
 
 
-def opened(folder: Path, **settings: float) -> tuple[RunDirectory, Timeline]:
+def opened(folder: Path, told: list[RowsLost] | None = None, **settings: float) -> tuple[RunDirectory, Timeline]:
+    """`told`: where what it says of lost rows is put."""
     run = RunDirectory.create(folder / "run")
-    return run, Timeline(RunLog(run, "trainer-1", seals_at_end=False), process="trainer-1", device="cpu", **settings)
+    tell = ([] if told is None else told).append
+    rows = RunLog(run, "trainer-1", seals_at_end=False)
+    return run, Timeline(rows, process="trainer-1", device="cpu", tell=tell, **settings)
 
 
 def test_spans_are_rows_with_their_place(tmp_path):
@@ -95,7 +100,8 @@ def test_samples_are_handed_on_while_the_run_goes_on(tmp_path):
 
 
 def test_a_log_that_has_failed_is_done_without(tmp_path, caplog):
-    _, timeline = opened(tmp_path)
+    told: list[RowsLost] = []
+    _, timeline = opened(tmp_path, told)
     log = timeline._rows
     assert log is not None
     log.close()
@@ -104,10 +110,38 @@ def test_a_log_that_has_failed_is_done_without(tmp_path, caplog):
     timeline.step(2, [Span("forward", 1, 1.0)])
     timeline.close()
     assert caplog.text.count("spans and memory samples are no longer written") == 1
+    assert told == [RowsLost(unlogged=1, dropped=0), RowsLost(unlogged=2, dropped=0)]
+
+
+def test_rows_that_no_disk_takes_are_told_at_the_end_and_whole_ones_are_not(tmp_path):
+    told: list[RowsLost] = []
+    run, timeline = opened(tmp_path, told)
+    run.live("trainer-1", "spans", 0).mkdir(parents=True)  # in the way of its file
+    timeline.step(1, [Span("forward", 1, 1.0), Span("backward", 2, 1.0)])
+    timeline.span("publish", 1, 3, 1.0)
+    timeline.close()
+    assert told == [RowsLost(unlogged=3, dropped=0)]
+    whole: list[RowsLost] = []
+    _, timeline = opened(tmp_path / "second", whole)
+    timeline.step(1, [Span("forward", 1, 1.0)])
+    timeline.close()
+    assert whole == []
+
+
+def test_a_link_that_is_over_ends_no_run_over_lost_rows(tmp_path):
+    def tell(lost: RowsLost) -> None:
+        raise LinkLost("the hub is gone")
+
+    run = RunDirectory.create(tmp_path / "run")
+    run.live("trainer-1", "spans", 0).mkdir(parents=True)
+    timeline = Timeline(RunLog(run, "trainer-1", seals_at_end=False), process="trainer-1", device="cpu", tell=tell)
+    timeline.step(1, [Span("forward", 1, 1.0)])
+    timeline.close()
 
 
 def test_nothing_wanted_is_nothing_done(tmp_path):
-    timeline = Timeline(None, process="trainer-0", device="cpu", sample_s=0.001)
+    told: list[RowsLost] = []
+    timeline = Timeline(None, process="trainer-0", device="cpu", sample_s=0.001, tell=told.append)
     timeline.step(1, [Span("forward", 1, 1.0)])
     timeline.close()
-    assert timeline._thread is None
+    assert (timeline._thread, told) == (None, [])

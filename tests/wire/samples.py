@@ -166,6 +166,7 @@ SAMPLES = (
         variant="turns",
     ),
     Sample(m.StepReport(1, {"loss": 0.25}, {"forward": 1.5}), (), 5, 8),
+    Sample(m.RowsLost(12, 3)),
     Sample(m.PublishWeights(1), seq=10),
     Sample(m.WeightsPublished(5, MANIFEST, 0.25), (), 6, 10),
     Sample(m.SendWeights(5, GROUP), seq=14),

@@ -331,6 +331,11 @@ async def test_a_metric_beyond_its_limit_is_the_failure_of_that_rollout_by_name(
             check_reward(Reward(1.0, {"n": value}))
 
 
+def test_a_metrics_name_has_no_slash_which_would_name_a_statistic_of_another() -> None:
+    with pytest.raises(BadReward, match="the reward's metric 'tools/count' has a '/' in its name"):
+        check_reward(Reward(1.0, {"tools": 3, "tools/count": 5}))
+
+
 class TwoTurns(Task):
     turns: tuple[float, ...] = (0.25, 0.25)
 

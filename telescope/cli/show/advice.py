@@ -133,22 +133,27 @@ def find_equal_groups(figures: RunFigures) -> Advice | None:
     if groups.complete < FEWEST_GROUPS or groups.equal_share < MANY_EQUAL:
         return None
     found = f"{groups.discarded} of {groups.complete} scored groups had equal rewards"
-    label = settings.environments[0] if settings.environments else ""
-    if groups.discarded_reward is not None and groups.discarded_reward > settings.pass_above:
+    reward, all_zero, label = groups.discarded_reward, groups.discarded_all_zero, _find_only_environment(figures)
+    worst = max(figures.environments, key=lambda one: one.equal_groups, default=None)
+    if not label and worst is not None and worst.equal_groups:
+        reward, all_zero, label = worst.equal_reward, worst.equal_all_zero, worst.label
+        found += f", {worst.equal_groups} of them at {label}"
+    label = label or "NAME"
+    if reward is not None and reward > settings.pass_above:
         return Advice(
             rule="too easy",
-            found=f"{found}, {groups.discarded_reward:.3g} on average",
+            found=f"{found}, {reward:.3g} on average",
             reason="Most prompts are always solved and teach nothing. Take harder ones, or draw by how often each is solved.",
             command=_start_over(figures, f"+environments.{label}.curriculum={{}}"),
         )
-    mean = "" if groups.discarded_reward is None else f", {groups.discarded_reward:.3g} on average"
-    zero = f", {groups.discarded_all_zero} of them 0 throughout" if groups.discarded_all_zero else ""
+    mean = "" if reward is None else f", {reward:.3g} on average"
+    zero = f", {all_zero} of them 0 throughout" if all_zero else ""
     return Advice(
         rule="too hard",
         found=f"{found}{mean}{zero}",
         reason="Nothing can be compared in them. Take easier prompts or a larger model, give part of the reward for part of "
         "the way, or sample each prompt more often (rollout.group_size). First see that the reward takes right answers.",
-        command=_check_environment(figures, label or "NAME"),
+        command=_check_environment(figures, label),
     )
 
 
@@ -167,9 +172,12 @@ def find_truncated(figures: RunFigures) -> Advice | None:
         changes.append(f"inference.max_model_len={needed}")
         if settings.seq_len is not None and settings.seq_len < needed:
             changes.append(f"trainer.seq_len={needed}")
+    share = f"{cut.last:.0f} % of the answers"
+    if worst is not None and own is not None:
+        share = f"{worst.truncated} of {worst.scored} answers at {worst.label}"
     return Advice(
         rule="cut off",
-        found=f"{cut.last:.0f} % of the answers ended at {name}={limit}",
+        found=f"{share} ended at {name}={limit}",
         reason="What is cut off has seldom come to its answer. Give more room; or, if they ramble, let length cost reward "
         "(algorithm.overlong_buffer_tokens).",
         command=_start_over(figures, *changes),
@@ -178,15 +186,18 @@ def find_truncated(figures: RunFigures) -> Advice | None:
 
 def find_unparsed(figures: RunFigures) -> Advice | None:
     """An answer in another form than the reward expects scores nothing, however right it is."""
-    form = figures.find("format")
+    form, label, whose = figures.find("format"), _find_only_environment(figures), ""
+    forms = [(one.form, one.label) for one in figures.environments if one.form is not None]
+    if not label and forms:
+        form, label = min(forms, key=lambda one: one[0].last)
+        whose = f" at {label}"
     if form is None or form.last > FEW_PARSED:
         return None
-    label = figures.settings.environments[0] if figures.settings.environments else "NAME"
     return Advice(
         rule="form",
-        found=f"the form of {form.last:.0%} of the answers is what the reward expects (at first {form.first:.0%})",
+        found=f"the form of {form.last:.0%} of the answers{whose} is what the reward expects (at first {form.first:.0%})",
         reason="The rest scores nothing, right or wrong. Show the form in the prompt, or let the parser take more.",
-        command=_check_environment(figures, label),
+        command=_check_environment(figures, label or "NAME"),
     )
 
 
@@ -201,7 +212,7 @@ def find_fallen_reward(figures: RunFigures) -> Advice | None:
         f"trainer.learning_rate={rate:g}",
         reason="The updates are too large, or the policy has drifted off: a third of the rate, and a penalty on the divergence "
         "from the base model.",
-        command=_start_over(figures, f"trainer.learning_rate={rate / 3:.2g}", "algorithm.kl_ref_coef=0.001"),
+        command=_hold_back(figures, rate),
     )
 
 
@@ -216,7 +227,7 @@ def find_no_entropy(figures: RunFigures) -> Advice | None:
         f"(noise ±{_noise(reward):.2g})",
         reason="The samples of a prompt hardly differ, so nothing better is found. A lower rate and a penalty on the "
         "divergence from the base model keep answers apart.",
-        command=_start_over(figures, f"trainer.learning_rate={rate / 3:.2g}", "algorithm.kl_ref_coef=0.001"),
+        command=_hold_back(figures, rate),
     )
 
 
@@ -301,7 +312,7 @@ def find_waiting(figures: RunFigures) -> Advice | None:
             rule="slow scoring",
             found=f"{waits}; a rollout is generated in {generating:.2g} s and scored in {scoring:.2g} s",
             reason="The environment is what limits the run. Give it more worker processes, or make its reward faster.",
-            command=_start_over(figures, "cluster.env_num_workers=4"),
+            command=_start_over(figures, f"cluster.env_num_workers={2 * (figures.settings.env_num_workers or 1)}"),
         )
     if time.trainer_waits >= LONG_WAIT and time.servers_idle >= LONG_IDLE:
         return _fill_servers(figures, f"{waits}, and servers have no request {idle} of it", time.requests_at_once or 0.0)
@@ -432,6 +443,11 @@ def _noise(curve: NumberCurve) -> float:
     return SURE * (curve.error or 0.0)
 
 
+def _find_only_environment(figures: RunFigures) -> str:
+    """Its label; empty where there are several, or none is known."""
+    return figures.settings.environments[0] if len(figures.settings.environments) == 1 else ""
+
+
 def _check_environment(figures: RunFigures, label: str) -> str:
     """With what the run's command says of the environment and of where plug-ins are."""
     arguments, own = figures.arguments or (), f"environments.{label}.kwargs."
@@ -449,6 +465,12 @@ def _has(figures: RunFigures, setting: str) -> bool:
 
 def _name_of(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
+
+
+def _hold_back(figures: RunFigures, rate: float) -> str:
+    """A third of the learning rate, and a penalty on the divergence from the base model, or twice the one there is."""
+    penalty = 2 * (figures.settings.kl_ref_coef or 0.0005)
+    return _start_over(figures, f"trainer.learning_rate={rate / 3:.2g}", f"algorithm.kl_ref_coef={penalty:g}")
 
 
 def _start_over(figures: RunFigures, *changes: str, without: Sequence[str] = ()) -> str:

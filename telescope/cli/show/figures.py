@@ -56,6 +56,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_off_policy_steps: int | None = None
     max_concurrent_prompts_per_server: int | None = None
     prompts_batch_size_for_trainer: int | None = None
+    env_num_workers: int | None = None
+    kl_ref_coef: float | None = None
     discard_group_zero_advantage: bool = True
     pass_above: float = 0.5
     """An answer whose reward is above it is right (`eval.pass_above`)."""
@@ -102,6 +104,13 @@ class EnvironmentFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Scored answers that ended at the limit on tokens."""
     causes: tuple[tuple[str, int], ...] = ()
     """Of failures, the commonest first, as `failure: cause`."""
+    equal_groups: int = 0
+    """Whose rewards were all equal."""
+    equal_all_zero: int = 0
+    equal_reward: float | None = None
+    """Mean reward of these."""
+    form: NumberCurve | None = None
+    """Share of answers that could be parsed, by version; None where it says none."""
 
     @property
     def failed_share(self) -> float:
@@ -203,6 +212,8 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     time: TimeFigures | None = None
     updates_skipped: int = 0
     updates: int = 0
+    cut: tuple[str, ...] = ()
+    """Streams of which the newest `NEWEST` rows alone were read, as they have more."""
     damaged: tuple[str, ...] = ()
 
     def find(self, name: str) -> NumberCurve | None:
@@ -218,9 +229,9 @@ def read_figures(run: RunDirectory, state: str, samples: int) -> RunFigures:
     settings = read_run_settings(run, damaged)
     steps = _by_number(newest_rows(run, "step_metrics", damaged), "step")
     policy = _by_number(newest_rows(run, "policy", damaged), "version")
-    rollouts = _RolloutTally()
-    groups = _read_groups(run, damaged, rollouts)
-    times = read_times(run, damaged, list(steps.values()), rollouts)
+    rollouts, newest = _RolloutTally(), _NewestRows(run, damaged)
+    groups = _read_groups(newest, rollouts)
+    times = read_times(newest, list(steps.values()), rollouts)
     wrong, right, chosen_from = read_samples(run, damaged, settings.pass_above, samples)
     metrics = [_metrics_of(row) for row in steps.values()]
     whole = [_metrics_of(row) for row in policy.values() if not row.get("cut_off")] or [*map(_metrics_of, policy.values())]
@@ -236,15 +247,18 @@ def read_figures(run: RunDirectory, state: str, samples: int) -> RunFigures:
         curves=tuple(make_curves(metrics, whole, settings.environments)),
         reward_unfinished=int(sum(one.get("reward/policy/unfinished", 0) for one in map(_metrics_of, policy.values()))),
         groups=groups,
-        environments=rollouts.list_environments(),
+        environments=tuple(
+            msgspec.structs.replace(one, form=_make_form(one.label, whole)) for one in rollouts.list_environments()
+        ),
         evals=tuple(read_evals(run, damaged)),
         wrong=wrong,
         right=right,
         samples_from=chosen_from,
-        alerts=read_alerts(run, damaged),
+        alerts=read_alerts(newest),
         time=times,
         updates_skipped=int(sum(one.get("update_skipped", 0) for one in metrics)),
         updates=int(sum(one.get("updates", 0) for one in metrics)),
+        cut=tuple(newest.cut),
         damaged=tuple(dict.fromkeys(map(str, damaged))),
     )
 
@@ -278,6 +292,8 @@ def read_run_settings(run: RunDirectory, damaged: list[DamagedFile]) -> RunSetti
         max_off_policy_steps=_whole(flow, "max_off_policy_steps"),
         max_concurrent_prompts_per_server=_whole(flow, "max_concurrent_prompts_per_server"),
         prompts_batch_size_for_trainer=_whole(flow, "prompts_batch_size_for_trainer"),
+        env_num_workers=_whole(section("cluster"), "env_num_workers"),
+        kl_ref_coef=_number(section("algorithm"), "kl_ref_coef"),
         discard_group_zero_advantage=flow.get("discard_group_zero_advantage") is not False,
         pass_above=_number(section("eval"), "pass_above", 0.5) or 0.0,
         fake=fake,
@@ -359,6 +375,14 @@ def make_curves(
             yield curve
 
 
+def _make_form(label: str, policy: Sequence[Mapping[str, float]]) -> NumberCurve | None:
+    """The share of an environment's answers that could be parsed."""
+    names = (f"env/{label}/sample/{name}" for name in FORMAT_METRICS)
+    form = next((name for name in names if any(name in one for one in policy)), "")
+    known = [one for one in policy if form in one]
+    return make_curve(f"format {label}", [one[form] for one in known], [one.get(f"{form}/count", 1.0) for one in known])
+
+
 def _column(rows: Iterable[Mapping[str, float]], name: str) -> Iterator[float | None]:
     return (row.get(name) for row in rows)
 
@@ -390,6 +414,8 @@ class _RolloutTally:
     truncated: Counter[str] = field(default_factory=Counter)
     rewards: dict[str, float] = field(default_factory=dict)
     causes: dict[str, Counter[str]] = field(default_factory=dict)
+    equal: dict[str, dict[int, float]] = field(default_factory=dict)
+    """The reward of each group whose rewards were all equal."""
     generating_s: list[float] = field(default_factory=list)
     scoring_s: list[float] = field(default_factory=list)
 
@@ -418,18 +444,21 @@ class _RolloutTally:
                 reward=self.rewards[label] / self.scored[label] if self.scored[label] else None,
                 truncated=self.truncated[label],
                 causes=tuple(self.causes.get(label, Counter()).most_common(5)),
+                equal_groups=len(equal := self.equal.get(label, {})),
+                equal_all_zero=sum(reward == 0 for reward in equal.values()),
+                equal_reward=fmean(equal.values()) if equal else None,
             )
             for label in sorted({*self.scored, *self.failed})
         )
 
 
-def _read_groups(run: RunDirectory, damaged: list[DamagedFile], rollouts: _RolloutTally) -> GroupFigures:
+def _read_groups(newest: _NewestRows, rollouts: _RolloutTally) -> GroupFigures:
     """Counts of groups; fills `rollouts` on the way, which tell what equal groups got."""
     begun: set[int] = set()
     states: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     discarded: set[int] = set()
-    for row in _newest(newest_rows(run, "groups", damaged, ("group_id", "state", "reason"))):
+    for row in newest.read("groups", ("group_id", "state", "reason")):
         group, state, reason = row.get("group_id"), row.get("state"), str(row.get("reason", ""))
         if not isinstance(group, int):
             continue
@@ -440,19 +469,19 @@ def _read_groups(run: RunDirectory, damaged: list[DamagedFile], rollouts: _Rollo
         states["too old" if too_old else str(state)] += 1
         if state in (GroupState.CANCELLED, GroupState.FAILED) and not too_old:
             reasons[f"{state}: {' '.join(reason.split())[:300]}"] += 1
-    equal: dict[int, float] = {}
     wanted = ("environment", "status", "failure", "cause", "reward", "finish_reason", "group_id")
-    for row in _newest(newest_rows(run, "rollouts", damaged, (*wanted, "started_ns", "generated_ns", "scored_ns"))):
+    for row in newest.read("rollouts", (*wanted, "started_ns", "generated_ns", "scored_ns")):
         rollouts.add(row)
         reward = _number(row, "reward")
         if row.get("status") == "scored" and row.get("group_id") in discarded and reward is not None:
-            equal[row["group_id"]] = reward
+            rollouts.equal.setdefault(str(row.get("environment", "")), {})[row["group_id"]] = reward
+    equal = [reward for own in rollouts.equal.values() for reward in own.values()]
     return GroupFigures(
         begun=len(begun),
         complete=states[GroupState.COMPLETE],
         discarded=len(discarded),
-        discarded_all_zero=sum(reward == 0 for reward in equal.values()),
-        discarded_reward=fmean(equal.values()) if equal else None,
+        discarded_all_zero=sum(reward == 0 for reward in equal),
+        discarded_reward=fmean(equal) if equal else None,
         too_old=states["too old"],
         failed=states[GroupState.FAILED],
         reasons=tuple(reasons.most_common(5)),
@@ -519,11 +548,11 @@ def read_evals(run: RunDirectory, damaged: list[DamagedFile]) -> Iterator[EvalFi
             yield EvalFigures(name=name, reward=curve, steps=steps, error=error, prompts=prompts)
 
 
-def read_alerts(run: RunDirectory, damaged: list[DamagedFile]) -> tuple[RepeatedAlert, ...]:
+def read_alerts(newest: _NewestRows) -> tuple[RepeatedAlert, ...]:
     """By source and message, numbers apart; the commonest first."""
     counts: Counter[tuple[str, str]] = Counter()
     latest: dict[tuple[str, str], Mapping[str, Any]] = {}
-    for row in _newest(newest_rows(run, "alerts", damaged)):
+    for row in newest.read("alerts"):
         key = str(row.get("source", "")), re.sub(r"\d+", "#", str(row.get("message", "")))
         counts[key] += 1
         latest.setdefault(key, row)
@@ -541,9 +570,7 @@ def read_alerts(run: RunDirectory, damaged: list[DamagedFile]) -> tuple[Repeated
 # ---- times
 
 
-def read_times(
-    run: RunDirectory, damaged: list[DamagedFile], steps: Sequence[Mapping[str, Any]], rollouts: _RolloutTally
-) -> TimeFigures | None:
+def read_times(newest: _NewestRows, steps: Sequence[Mapping[str, Any]], rollouts: _RolloutTally) -> TimeFigures | None:
     """None without a step. `steps`: rows of step_metrics, by step."""
     steps = steps[WARM_UP_STEPS:] if len(steps) > 4 * WARM_UP_STEPS else steps
     metrics = [_metrics_of(row) for row in steps]
@@ -562,7 +589,7 @@ def read_times(
         for row, seconds in zip(steps, took, strict=True)
         if isinstance(row.get("time_ns"), int)
     ]
-    requests, queued = _read_requests(run, damaged)
+    requests, queued = _read_requests(newest)
     busy = [measure_overlap(found, windows) for found in requests.values()]
     whole = [sum(pair) for pair in zip(rollouts.generating_s, rollouts.scoring_s, strict=True)]
     return TimeFigures(
@@ -584,11 +611,11 @@ def read_times(
     )
 
 
-def _read_requests(run: RunDirectory, damaged: list[DamagedFile]) -> tuple[dict[str, list[tuple[float, float]]], list[float]]:
+def _read_requests(newest: _NewestRows) -> tuple[dict[str, list[tuple[float, float]]], list[float]]:
     """When each server worked on a request, in seconds of the wall clock; and how long requests waited there."""
     requests: dict[str, list[tuple[float, float]]] = {}
     queued: list[float] = []
-    for row in _newest(newest_rows(run, "turns", damaged, ("server", "done_ns", "queued_s", "generated_s"))):
+    for row in newest.read("turns", ("server", "done_ns", "queued_s", "generated_s")):
         done, generated = _number(row, "done_ns"), _number(row, "generated_s")
         if done is None or generated is None:
             continue
@@ -623,8 +650,20 @@ def measure_overlap(requests: Sequence[tuple[float, float]], windows: Sequence[t
 # ---- rows
 
 
-def _newest(found: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    return (row for row, _ in zip(found, range(NEWEST), strict=False))
+@dataclass
+class _NewestRows:
+    """Reads large streams. `cut`: those that have more than `NEWEST` rows."""
+
+    run: RunDirectory
+    damaged: list[DamagedFile]
+    cut: list[str] = field(default_factory=list)
+
+    def read(self, stream: str, columns: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+        for place, row in enumerate(newest_rows(self.run, stream, self.damaged, columns)):
+            if place == NEWEST:
+                self.cut.append(stream)
+                return
+            yield row
 
 
 def _by_number(found: Iterator[dict[str, Any]], name: str) -> dict[int, dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from telescope.cli.show.advice import LONG_IDLE, Advice, count_versions, is_flat, is_higher
 from telescope.cli.show.curves import ASCII_BLOCKS, BLOCKS, BUCKETS, NumberCurve, draw
-from telescope.cli.show.figures import EnvironmentFigures, RunFigures, ShownSample
+from telescope.cli.show.figures import NEWEST, EnvironmentFigures, RunFigures, ShownSample
 
 NARROWEST = 80
 MOST_ADVICE = 4
@@ -86,6 +86,8 @@ def _describe_run(figures: RunFigures, style: PageStyle) -> Iterator[str]:
         yield from style.wrap(style.clip(sentence.removeprefix(f"{figures.run_dir}/"), 3 * style.width - 60), "damaged")
     if len(figures.damaged) > MOST_LINES:
         yield f"  damaged    {len(figures.damaged) - MOST_LINES} more"
+    if figures.cut:
+        yield from style.wrap(f"Counts and times are of the newest {NEWEST:,} rows of {', '.join(figures.cut)}.")
     if verdict := describe_reward(figures):
         yield from style.wrap(verdict)
 
