@@ -21,6 +21,7 @@ SMALLEST = {
     "flow.paths": "--trips 50 --window 4 --tokens 16 --rounds 1 --shapes 1x1",
     "flow.refill": "--requests 8 --tokens 16 --waves 4",
     "flow.simulate": "--servers 4 --steps 2",
+    "grader_agreement": "--first 4",
     "training.attention": "--device cpu --row 64 --heads 2 1 16 --repeats 1",
     "training.checkpoint": "--layers 1 --hidden 128 --train",
     "training.logprobs": "--tokens 64 --vocabulary 512 --hidden 32 --chunks 16 --plain-tokens 16 --runs 1",

@@ -47,6 +47,7 @@ EXPERIMENTS = (
     *("gsm8k", "hendrycks_math", "dapo_math", "deepscaler", "math500", "aime_2024", "aime_2025", "gpqa_diamond"),
     *(
         "hendrycks_math_python",
+        "hendrycks_math_evals",
         "reasoning_gym",
         "wordle",
         "countdown",
@@ -57,6 +58,7 @@ EXPERIMENTS = (
         "letter_agent",
         "look_up",
         "smollm2_countdown",
+        "qwen_countdown",
         "textarena",
         "tau_retail",
     ),
@@ -129,11 +131,12 @@ def short_tau(folder: Path) -> list[str]:
 
 
 def composed(experiment: str, copies: dict[str, Path]) -> RunConfig:
-    environment = experiment.removesuffix("_python")
+    environment = experiment.removesuffix("_python").removesuffix("_evals")
     copy = copies.get(environment)
     data = [] if copy is None else [f"+environments.{environment}.kwargs.data_dir={copy}"]
     held_out = [f"+environments.{experiment}.kwargs.held_out=2"] if experiment in ("dapo_math", "deepscaler", "i3_code") else []
     more = short_tau(copies["gsm8k"].parent / "tau") if experiment == "tau_retail" else []
+    more += [f"+evals.math500.kwargs.data_dir={copies['math500']}"] if experiment == "hendrycks_math_evals" else []
     point = compose_one(f"experiment={experiment}", "model=tiny", f"number_of_steps={STEPS}", *data, *held_out, *more)
     assert point.config is not None, sentences(point)
     return point.config
@@ -210,7 +213,9 @@ async def test_a_shipped_experiment_trains_two_steps(
     config = composed(experiment, copies)
     template = ChatTemplate(server.tokenizer, [server.tokenizer.eos_token_id])
     limits = PlayLimits(config.rollout.temperature, MAX_TOKENS, 4096, timeout_s=100)
-    (loaded,) = load_environments(config).values()
+    (label,) = config.environments
+    loaded = load_environments(config)[label]
+    low, high = config.reward_range(label) or (0.0, 1.0)
     loaded = leave_out_too_long(loaded, template, limits.max_prompt_tokens, 60)
     openings = PromptCache(template)
     before = EXPERIMENTS.index(experiment) * (STEPS + 1)
@@ -219,7 +224,7 @@ async def test_a_shipped_experiment_trains_two_steps(
         stack.push_async_callback(loaded.environment.tear_down)
         for step in range(1, STEPS + 1):
             batch = await played(step, loaded, openings, limits, server)
-            assert all(0 <= reward <= 1 for reward in batch.rewards)
+            assert all(low <= reward <= high for reward in batch.rewards)
             train_honestly(backend, config, before + step, batch)
     openings.close()
     made_up = np.where(np.arange(len(batch.rewards)) % 2, 1.0, -1.0)

@@ -127,6 +127,34 @@ def test_countdown_reads_the_last_answer_tag() -> None:
 
 
 @pytest.mark.parametrize(
+    ("answer", "form", "value"),
+    [
+        ("<answer>5+8-3</answer>", 1.0, 1.0),
+        ("<answer>3+5+8</answer>", 1.0, 0.1),
+        ("<answer>10</answer>", 1.0, 0.0),
+        ("<answer>5+8-3=10</answer>", 0.5, 0.0),
+        ("<answer>5*8</answer>", 0.5, 0.0),  # an operator that is not allowed
+        ("<answer></answer>", 0.5, 0.0),
+        ("<answer>5+8-3</answer> no, <answer>none</answer>", 0.5, 0.0),
+        ("5+8-3", 0.0, 0.0),
+        ("<answer>5+8-3", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_countdown_adds_a_bonus_for_the_form_of_the_answer(answer: str, form: float, value: float) -> None:
+    prompt = Prompt(turns=(), answer="5+8-3", facts={"numbers": (3, 5, 8), "target": 10})
+    for bonus in (0.0, 0.5, 1.0):
+        assert Countdown(answer_tag="answer", format_bonus=bonus).reward(prompt, answer).total == bonus * form + value
+
+
+def test_the_form_alone_is_charted_as_before() -> None:
+    prompt = Prompt(turns=(), answer="5+8-3", facts={"numbers": (3, 5, 8), "target": 10})
+    with_bonus, without = Countdown(answer_tag="answer", format_bonus=1.0), Countdown(answer_tag="answer")
+    for answer in ("<answer>5+8-3</answer>", "<answer>no</answer>", "no"):
+        assert with_bonus.reward(prompt, answer).metrics == without.reward(prompt, answer).metrics
+
+
+@pytest.mark.parametrize(
     ("answer", "total", "in_place", "same_letters"),
     [("dcba", 1.0, 1.0, 1.0), ("abcd", 0.0, 0.0, 1.0), ("dcb", 0.0, 0.75, 0.0), ("dcbaa", 0.0, 0.8, 0.0), ("", 0.0, 0.0, 0.0)],
 )
@@ -150,6 +178,7 @@ def test_partial_credit_is_a_share_of_the_letters_in_place() -> None:
         ({"min_number": 9, "max_number": 3}, "min_number=9 must not be above max_number=3"),
         ({"instruction": "make {target}"}, "must contain {numbers}"),
         ({"min_target": 900}, "widen the targets"),
+        ({"format_bonus": 0.5}, "format_bonus=0.5 needs answer_tag"),
         ({"num_number": 3}, "Extra inputs"),
     ],
 )

@@ -17,6 +17,7 @@ OWN_MODEL = ("reverse_letters", "guess_letter")
 """They name an embedded model themselves."""
 TOGETHER = (
     ("gsm8k", "hendrycks_math", "dapo_math", "deepscaler"),
+    ("hendrycks_math_evals", "qwen_countdown"),
     ("math500", "aime_2024", "aime_2025", "gpqa_diamond"),
     ("code_generation", "i3_code", "textarena", "wordle", "reasoning_gym"),
     ("countdown", "smollm2_countdown", "reverse_letters", "guess_letter"),
@@ -30,8 +31,14 @@ SMALL = (
 )
 
 
+def environment_of(experiment: str) -> str:
+    return experiment.removeprefix("smollm2_").removeprefix("qwen_").removesuffix("_evals")
+
+
 def settings(experiment: str, copies: dict[str, Path]) -> list[str]:
-    data = [f"+environments.{experiment}.kwargs.data_dir={copies[experiment]}"] if experiment in copies else []
+    environment = environment_of(experiment)
+    data = [f"+environments.{environment}.kwargs.data_dir={copies[environment]}"] if environment in copies else []
+    data += [f"+evals.math500.kwargs.data_dir={copies['math500']}"] if experiment == "hendrycks_math_evals" else []
     held_out = [f"+environments.{experiment}.kwargs.held_out=2"] if experiment in ("dapo_math", "deepscaler", "i3_code") else []
     return [f"experiment={experiment}", *SMALL, *(() if experiment in OWN_MODEL else TINY), *data, *held_out]
 
@@ -47,6 +54,6 @@ def test_a_shipped_experiment_runs_two_steps(start: Start, tmp_path: Path, exper
         summary = run.summary()
         assert (summary["steps"], summary["rollouts"]["failed"]) == (2, 0), experiment
         rows = run.rows("rollouts")
-        assert {row["environment"] for row in rows} == {experiment.removeprefix("smollm2_")}
+        assert {row["environment"] for row in rows} == {environment_of(experiment)}
         assert {row["status"] for row in rows} <= {"scored", "ignored", "cancelled"}
         assert run.left_after(60) == [], experiment

@@ -25,7 +25,8 @@ class CountdownProblem:
 
 
 class Countdown(SingleTurn):
-    """Reward 1 for a right expression, `wrong_value_reward` for one of all numbers with another value, else 0."""
+    """Reward 1 for a right expression, `wrong_value_reward` for one of all numbers with another value, else 0; and beside it
+    `format_bonus` for the form of the answer."""
 
     reward_in_thread: ClassVar[bool] = False
     metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
@@ -53,6 +54,9 @@ class Countdown(SingleTurn):
     larger model whole sentences."""
     answer_tag: str | None = Field(default=None, pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
     """Read the expression from the last <tag>...</tag> of the answer; null: the whole answer is the expression."""
+    format_bonus: float = Field(default=0.0, ge=0, le=1)
+    """Added to the reward where an expression stands in the tag, right or wrong; half of it where anything else does. Needs
+    answer_tag."""
     examples: int = Field(default=0, ge=0, le=64)
     """Solved problems shown before the question, as earlier turns of the dialogue: the same ones before each question, so that
     their cached keys and values serve all prompts."""
@@ -75,6 +79,10 @@ class Countdown(SingleTurn):
         for low, high in (("min_number", "max_number"), ("min_target", "max_target")):
             if getattr(self, low) > getattr(self, high):
                 raise ValueError(f"{low}={getattr(self, low)} must not be above {high}={getattr(self, high)}")
+        if self.format_bonus and self.answer_tag is None:
+            raise ValueError(
+                f"format_bonus={self.format_bonus} needs answer_tag: set it to the tag that the instruction asks for"
+            )
         for field in ("{numbers}", "{target}"):
             if field not in self.instruction:
                 raise ValueError(f"instruction={self.instruction!r} must contain {field}")
@@ -88,18 +96,21 @@ class Countdown(SingleTurn):
         return self._wrap_in_tag(prompt.answer)
 
     def reward(self, prompt: Prompt, answer: str) -> Reward:
-        valid, all_used, exact = self._judge(self._find_expression(answer), prompt.facts["numbers"], prompt.facts["target"])
+        text = self._find_expression(answer)
+        valid, all_used, exact = self._judge(text or "", prompt.facts["numbers"], prompt.facts["target"])
         total = 1.0 if exact else self.wrong_value_reward if all_used else 0.0
+        if self.format_bonus and text is not None:
+            total += self.format_bonus * (1.0 if valid else 0.5)
         metrics = {"exact": float(exact), "valid_format": float(valid), "all_numbers": float(all_used)}
         return Reward(total, metrics, golden_answers=(prompt.answer,))
 
-    def _find_expression(self, answer: str) -> str:
-        """The part of the answer that must be the expression; empty where the tag is missing."""
+    def _find_expression(self, answer: str) -> str | None:
+        """The part of the answer that must be the expression; None where the tag is missing."""
         if self.answer_tag is None:
             return answer
         opening, closing = f"<{self.answer_tag}>", f"</{self.answer_tag}>"
         before, found, _ = answer.rpartition(closing)
-        return before.rpartition(opening)[2] if found and opening in before else ""
+        return before.rpartition(opening)[2] if found and opening in before else None
 
     def _judge(self, text: str, numbers: tuple[int, ...], target: int) -> tuple[bool, bool, bool]:
         """Whether the text is an expression, uses all numbers exactly once, and has the wanted value as well."""
