@@ -35,6 +35,7 @@ COMMANDS = {
     "doctor": CliCommand("telescope.cli.doctor", "compare trainer and server: log-probs, weights"),
     "replay": CliCommand("telescope.cli.replay", "does today's core decide as the run's journal says"),
     "export": CliCommand("telescope.cli.export", "a checkpoint's weights as a model that transformers and vLLM load"),
+    "migrate": CliCommand("telescope.cli.migrate", "an experiment from settings of the older Telescope, of TRL or of verl"),
     "bundle": CliCommand("telescope.cli.bundle", "wheels and an install script for hosts without a registry"),
     "completion": CliCommand("telescope.cli.completion", "print the shell's completion script"),
 }
