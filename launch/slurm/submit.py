@@ -85,7 +85,7 @@ def refuse_submission(settings: SlurmSettings, points: int, *, dry_run: bool) ->
             "submit each point by itself"
         )
     if importlib.util.find_spec("submitit") is None:
-        raise SubmitRefused("cluster=slurm submits through submitit, which is not installed: pip install 'telescope-rl[slurm]'")
+        raise SubmitRefused("cluster=slurm submits through submitit, which is not installed: pip install -e '.[slurm]'")
     if not dry_run and shutil.which("srun") is None:
         raise SubmitRefused(
             "cluster=slurm needs Slurm's clients, and there is no srun on PATH: start the run on a login node, or set "

@@ -28,8 +28,8 @@ OK, FAILED, USAGE = DONE, ERROR, 2
 DESCRIPTION = """Play evals outside training.
 
   telescope eval runs/my-run --steps 20,40             checkpoints of a run; 0: its initial model
-  telescope eval Qwen/Qwen3-0.6B evals.math500={}      a model: a name, or a Hugging Face folder
-  telescope eval http://host:8000/v1 --model NAME evals.gsm8k={}
+  telescope eval Qwen/Qwen3-0.6B 'evals.math500={}'    a model: a name, or a Hugging Face folder
+  telescope eval http://host:8000/v1 --model NAME 'evals.gsm8k={}'
                                                        an OpenAI-compatible server
   telescope eval compare RUN@20 RUN@40                 two results, prompt by prompt
 

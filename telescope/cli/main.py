@@ -40,6 +40,7 @@ COMMANDS = {
     "export": CliCommand(
         "telescope.cli.export", "a checkpoint's weights as a model that transformers and vLLM load", takes_back=True
     ),
+    "migrate": CliCommand("telescope.cli.migrate", "an experiment from settings of the older Telescope, of TRL or of verl"),
     "bundle": CliCommand("telescope.cli.bundle", "wheels and an install script for hosts without a registry", takes_back=True),
     "completion": CliCommand("telescope.cli.completion", "print the shell's completion script"),
 }

@@ -6,13 +6,14 @@ import re
 
 import pytest
 
+from telescope.cli.migrate_values import CONVERSIONS
 from telescope.config import plugins
-from telescope.config.foreign_names import NAMES
+from telescope.config.foreign_names import HINTS, TABLE, find_entry
 from telescope.config.validate import setting_paths
 from tests.config.conftest import compose_one, sentences
 
 GROUPS = {"algorithm", "backend"}
-SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
+SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b")
 
 
 def every_setting() -> set[str]:
@@ -24,31 +25,52 @@ def every_setting() -> set[str]:
     } | GROUPS
 
 
-def test_each_hint_names_a_setting_that_there_is():
+def test_each_entry_names_settings_that_there_are():
     known = every_setting()
-    for name, told in NAMES.items():
-        named = SETTING.findall(told) or ([told] if re.fullmatch("[a-z_]+", told) else [])
-        assert set(named) <= known, (name, told)
-        assert named or told[0].isupper() or told.partition("=")[0] in known, (name, told)
+    for entry in TABLE:
+        named = SETTING.findall(f"{entry.here} {entry.said}")
+        assert set(named) <= known, entry
+        if entry.here and "<" not in entry.here:
+            assert SETTING.search(entry.here) or entry.here in known, entry
+        if not entry.here:
+            assert entry.said[0].isupper() or entry.said.startswith("`"), entry
 
 
-def test_a_name_of_the_table_is_not_one_of_ours_at_that_place():
+def test_a_name_stands_once_in_its_system():
+    names = [(entry.system, entry.name) for entry in TABLE]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_a_name_with_a_hint_is_not_one_of_ours_at_that_place():
     """Else the hint would never be shown."""
-    known = every_setting()
-    assert {name for name in NAMES if name in known} == set()
+    assert HINTS.keys() & every_setting() == set()
+
+
+def test_a_value_is_converted_for_names_of_the_table_alone():
+    for system, conversions in CONVERSIONS.items():
+        for name in conversions:
+            entry = find_entry(system, name)
+            assert entry is not None, name
+            assert entry.name == name
 
 
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
+        ("rollout.num_generations=8", "It is rollout.group_size here."),
+        ("trainer.lr_warmup_steps=5", "It is trainer.warmup_steps here."),
+        ("vllm_mode=colocate", "GPUs are shared out by cluster"),
         ("megatron_tensor_parallel_size=2", "It is backend.tensor_parallel_size here."),
         ("megatron_fp8=true", "It is backend.fp8 here."),
         ("megatron_optimizer_cpu_offload=true", "The Megatron backend does not have it yet."),
-        ("inference_num_workers=2", "It is cluster.inference_num_workers here."),
+        ("inference_num_workers=2", "Did you mean cluster.inference_num_workers?"),
         ("checkpoint_every=5", "It is checkpoint.every here."),
         ("clip_ratio_c=3", "It is algorithm.dual_clip_c here."),
         ("kl_penalty_tau=0.1", "It is algorithm.kl_rollout_coef here."),
-        ("wandb_upload_code=true", "Nothing is to be set: W&B gets numbers and the configuration."),
+        (
+            "wandb_upload_code=true",
+            "Nothing is to be set: W&B gets numbers and the configuration; logs stay in the run directory.",
+        ),
         ("weight_broadcast_mode=per_tensor", "It is weight_sync.mode here."),
         ("lr=1e-5", "It is trainer.learning_rate here."),
         ("trainer.lr=1e-5", "It is trainer.learning_rate here."),

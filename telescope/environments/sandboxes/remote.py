@@ -346,5 +346,5 @@ def needed(module: str, package: str, load: Callable[[], T]) -> T:
     except ImportError as error:
         raise SandboxUnavailable(
             f"this sandbox provider needs the package {package}, and {error.name or module} can't be imported: "
-            f"pip install 'telescope-rl[sandboxes]', or pip install {package}"
+            f"pip install -e '.[sandboxes]', or pip install {package}"
         ) from error
