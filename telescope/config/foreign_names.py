@@ -88,10 +88,7 @@ NAMES: dict[str, str] = {
     **dict.fromkeys(
         (
             *("megatron_global_batch_size", "megatron_disable_unified_memory_jit"),
-            *("megatron_optimizer_cpu_offload", "megatron_optimizer_offload_fraction", "megatron_main_grads_dtype"),
-            *("megatron_overlap_cpu_optimizer_d2h_h2d", "megatron_use_precision_aware_optimizer", "megatron_fp8"),
-            *("megatron_main_params_dtype", "megatron_exp_avg_dtype", "megatron_exp_avg_sq_dtype"),
-            "megatron_use_transformer_engine",
+            *("megatron_overlap_cpu_optimizer_d2h_h2d", "megatron_fp8", "megatron_use_transformer_engine"),
         ),
         _LATER,
     ),
@@ -99,10 +96,13 @@ NAMES: dict[str, str] = {
         f"megatron_{name}": f"backend.{name}"
         for name in (
             *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size"),
-            "grad_reduce_in_fp32",
+            *("grad_reduce_in_fp32", "optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"),
+            *("exp_avg_dtype", "exp_avg_sq_dtype"),
             *("gradient_checkpointing", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce"),
         )
     },
+    "megatron_main_grads_dtype": "backend.grad_reduce_in_fp32",
+    "megatron_main_params_dtype": "model.dtype",
     "eval_before_training": "eval.baseline",
     "eval_after_training": "eval.final",
     "eval_every": "eval.every",

@@ -28,6 +28,7 @@ NOT_INSTALLED = (
     "backend=megatron needs the package megatron-core, which is not installed: run pip install 'megatron-core>=0.16,<0.17' "
     "(the extra `megatron` of telescope-rl), or set backend=fsdp"
 )
+KINDS_OF_MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALED_SUMS = (
     "backend.grad_reduce_in_fp32=false keeps gradients in float16 without the scale of the loss, where small ones are zero: "
     "set grad_reduce_in_fp32=true, or mixed_precision_dtype=bfloat16"
@@ -63,6 +64,21 @@ class Megatron(BackendSettings):
     memory. Not with float16."""
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel ranks while the last row's backward pass is under way, rather than after it."""
+    optimizer_cpu_offload: bool = False
+    """Keep weights that are updated, where they are others than those that compute, and moments in pinned host memory between
+    updates. They come to the GPU some 256 MiB at a time and are stepped there: the same update to the bit, for up to 24 bytes a
+    parameter over the bus."""
+    optimizer_offload_fraction: float = Field(default=1.0, ge=0, le=1)
+    """With optimizer_cpu_offload, how much of what a rank updates is in host memory: whole parameters, or pieces of them where
+    they are spread over ranks, the largest first."""
+    use_precision_aware_optimizer: bool = False
+    """Keep moments between updates as exp_avg_dtype and exp_avg_sq_dtype say. Steps are computed in float32, and each moment is
+    then rounded to the nearest number."""
+    exp_avg_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of AdamW's first moment, with use_precision_aware_optimizer."""
+    exp_avg_sq_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of AdamW's second moment, with use_precision_aware_optimizer. bfloat16 needs trainer.betas that forget faster than the
+    default."""
     mixed_precision_dtype: Literal["bfloat16", "float16", "float32"] | None = "bfloat16"
     """Precision of forward and backward. Weights that are updated stay in model.dtype beside those that compute. null: that of
     the weights themselves."""
@@ -97,6 +113,17 @@ class Megatron(BackendSettings):
         if self.use_distributed_optimizer == "auto":
             return ranks > self.ranks_a_model
         return self.use_distributed_optimizer
+
+    @property
+    def hosted_share(self) -> float:
+        """Of what a rank updates, what is in host memory between updates."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+
+    def moment_dtypes(self, model_dtype: str) -> dict[str, str]:
+        """By moment, what it is kept in, where weights are updated in `model_dtype`."""
+        if not self.use_precision_aware_optimizer:
+            return dict.fromkeys(KINDS_OF_MOMENTS, model_dtype)
+        return dict(zip(KINDS_OF_MOMENTS, (self.exp_avg_dtype, self.exp_avg_sq_dtype), strict=True))
 
     def rank_memory(
         self, shape: ModelShape, model: ModelSettings, trainer: TrainerSettings, *,
@@ -154,6 +181,7 @@ class Megatron(BackendSettings):
                 "backend.sequence_parallel=false these are summed over ranks in place: set sequence_parallel=auto, or "
                 "gradient_checkpointing=full",
             )
+        yield from self._idle_of_the_optimizer()
         if self.mixed_precision_dtype == "float16" and not self.grad_reduce_in_fp32:
             yield ("backend.grad_reduce_in_fp32", "backend.mixed_precision_dtype"), SCALED_SUMS
         if self.use_distributed_optimizer is True and ranks == model:
@@ -164,6 +192,33 @@ class Megatron(BackendSettings):
                 f"{workers}={ranks} and {product} there is one: set use_distributed_optimizer=auto, "
                 f"or {workers}={2 * model} or more",
             )
+
+    def _idle_of_the_optimizer(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Settings of how the optimiser's state is kept that would do nothing."""
+        offload, share = "backend.optimizer_cpu_offload", "backend.optimizer_offload_fraction"
+        if self.optimizer_cpu_offload and not self.optimizer_offload_fraction:
+            yield (
+                (share, offload),
+                f"{share}=0 leaves nothing for {offload}=true to do: set a fraction above 0, or leave both out",
+            )
+        elif self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
+            yield (
+                (share, offload),
+                f"{share}={self.optimizer_offload_fraction:g} says how much {offload}=true keeps in host memory, and that is "
+                f"false: set {offload}=true, or leave the fraction out",
+            )
+        aware = "backend.use_precision_aware_optimizer"
+        dtypes = {"backend.exp_avg_dtype": self.exp_avg_dtype, "backend.exp_avg_sq_dtype": self.exp_avg_sq_dtype}
+        lower = {name: dtype for name, dtype in dtypes.items() if dtype != "float32"}
+        if self.use_precision_aware_optimizer and not lower:
+            yield (
+                (aware, *dtypes),
+                f"{aware}=true keeps moments in the precisions of {' and '.join(dtypes)}, which are float32 both: set one of "
+                "them to bfloat16, or leave it out",
+            )
+        elif lower and not self.use_precision_aware_optimizer:
+            said = " and ".join(f"{name}={dtype}" for name, dtype in lower.items())
+            yield (aware, *lower), f"{said} does nothing without {aware}=true: set that, or leave it out"
 
     def _sizes_of_a_model(self) -> dict[str, int]:
         """By setting, those whose product `ranks_a_model` is."""

@@ -117,7 +117,10 @@ class MegatronBackend(SteppingBackend):
         ]
         named = self._policy.by_name()
         elsewhere = frozenset(name for name in named if layout.home(name) != held.stage)
-        self._masters = Masters(self._ddps, named, master, held, spread=spread, counted_elsewhere=elsewhere)
+        hosted = settings.hosted_share
+        self._masters = Masters(
+            self._ddps, named, master, held, spread=spread, counted_elsewhere=elsewhere, hosted=hosted
+        )  # fmt: skip
         self._fill(self._policy, known.files, self._masters.put, master)
         self._reference = None
         if job.algorithm.needs_reference:
@@ -126,7 +129,10 @@ class MegatronBackend(SteppingBackend):
             frozen = self._reference.by_name()
             self._fill(self._reference, known.files, lambda name, whole: frozen[name].copy_(whole), master)
         everywhere = {rule.parameter: rule.everywhere for rule in self._table.rules.values()}
-        self._updater = PieceUpdater(job, self._ddps, self._masters, everywhere, scaled=computing == torch.float16)
+        kinds = {kind: getattr(torch, dtype) for kind, dtype in settings.moment_dtypes(job.model.dtype).items()}
+        self._updater = PieceUpdater(
+            job, self._ddps, self._masters, everywhere, scaled=computing == torch.float16, moment_dtypes=kinds
+        )  # fmt: skip
         if job.resume is not None:
             state.put_back(job.resume, self._masters, self._updater, self._table, self._parallel, job.world)
         self._work = known.work
@@ -136,7 +142,7 @@ class MegatronBackend(SteppingBackend):
         self._packer = PartPacker(self._masters, self._table, layout, self._parallel, self._device)
         self._pipeline = pipeline.Pipeline(self._parallel, laps, computing, self._device) if stages > 1 else None
         log.info(
-            "%s: %.2fM weights, computing in %s, attention %s, %d ranks a %s%s%s, %d models%s%s",
+            "%s: %.2fM weights, computing in %s, attention %s, %d ranks a %s%s%s, %d models%s%s%s",
             type(known.config).__name__.removesuffix("Config"),
             known.parameters / 1e6,
             str(computing).removeprefix("torch."),
@@ -147,6 +153,7 @@ class MegatronBackend(SteppingBackend):
             f", each row over {held.context.size} ranks of each part" if held.context is not None else "",
             held.models,
             ", moments spread over them" if spread else "",
+            f", {len(self._masters.hosted)} of {len(self._masters.pieces)} parameters' in host memory" if hosted else "",
             f", {facts.experts} experts a layer over {experts.size} ranks" if facts.experts else "",
         )
 

@@ -22,6 +22,8 @@ def rank_memory(
     """Of one of `ranks`, of the stage that needs most; `seq_len` in place of the trainer's."""
     computing = BYTES[settings.mixed_precision_dtype or model.dtype]
     stages = settings.pipeline_parallel_size
+    first, second = (BYTES[dtype] for dtype in settings.moment_dtypes(model.dtype).values())
+    moments = first, second
 
     def of_stage(stage: int) -> TrainerMemory:
         stretches = layout.of(stage)
@@ -37,6 +39,8 @@ def rank_memory(
             weight_bytes=BYTES[model.dtype],
             compute_bytes=computing,
             gradient_bytes=4 if settings.grad_reduce_in_fp32 else computing,
+            moment_bytes=moments,
+            hosted=settings.hosted_share,
             checkpointing=settings.gradient_checkpointing,
             reference=reference,
             handed_bytes=handed_bytes if stage == 0 else 0,

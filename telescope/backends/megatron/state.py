@@ -113,7 +113,8 @@ def _kinds(masters: Masters, updater: PieceUpdater | None) -> list[tuple[str, Ca
         (f"{MODEL}{{}}", lambda piece: piece.updated, masters.dtype)
     ]
     if updater is not None and updater.began:
-        kinds += [(f"{OPTIMIZER}{{}}.{kind}", functools.partial(updater.moment, kind), masters.dtype) for kind in MOMENTS]
+        for kind in MOMENTS:
+            kinds.append((f"{OPTIMIZER}{{}}.{kind}", functools.partial(updater.moment, kind), updater.moment_dtype(kind)))
     return kinds
 
 
