@@ -342,6 +342,8 @@ def own_norms(model: str, rank: int, folder: Path) -> None:
 
 
 HALF = {"mixed_precision_dtype": "bfloat16"}
+HOSTED = {"optimizer_cpu_offload": True}
+ROUNDED = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 RESUMED = {
     "TP 2, DP 2": Case(4, settings=TP2),
     "TP 2, DP 2, half": Case(4, settings=TP2 | HALF),
@@ -356,8 +358,17 @@ RESUMED = {
     "CP 2, PP 2, half": Case(4, settings=CP2 | PP2 | HALF),
     "CP 2, whole moments": Case(2, settings=CP2 | WHOLE_MOMENTS),
     "1": Case(1),
+    "DP 2, half, half of it hosted": Case(2, settings=HALF | HOSTED | {"optimizer_offload_fraction": 0.5}),
+    "DP 2, half, whole moments, hosted": Case(2, settings=HALF | WHOLE_MOMENTS | HOSTED),
+    "DP 2, half, hosted, rounded": Case(2, settings=HALF | HOSTED | ROUNDED),
+    "PP 2, DP 2, hosted, rounded": Case(4, settings=PP2 | HOSTED | ROUNDED),
 }
 """Each goes on from its own checkpoint."""
+AS_WITHOUT = {
+    "DP 2, half, half of it hosted": "DP 2, half, again",
+    "DP 2, half, whole moments, hosted": "DP 2, half, whole moments",
+}
+"""Of these, whose weights and moments are in host memory between updates: the one that is the same without."""
 MOVED = {
     "1 of four": ("TP 2, DP 2", Case(1)),
     "PP 2 of four": ("TP 2, DP 2", Case(2, settings=PP2)),
@@ -366,6 +377,7 @@ MOVED = {
     "CP 2 of four": ("TP 2, DP 2", Case(2, settings=CP2)),
     "1 of shared rows": ("CP 2, TP 2", Case(1)),
     "TP 2 of shared rows": ("CP 2, TP 2", Case(2, settings=TP2)),
+    "1 of rounded moments": ("PP 2, DP 2, hosted, rounded", Case(1, settings=HOSTED | ROUNDED)),
 }
 """Each goes on from the checkpoint of one of `RESUMED`, by its name, which has four ranks."""
 OF_FSDP = {

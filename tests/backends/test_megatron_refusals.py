@@ -64,6 +64,25 @@ def test_ranks_that_do_not_go_with_the_settings_are_named():
     assert "set use_distributed_optimizer=auto" in sentence
 
 
+def test_settings_of_the_optimisers_state_that_would_do_nothing_are_named():
+    assert errors(Megatron(optimizer_cpu_offload=True), 1) == []
+    assert errors(Megatron(optimizer_cpu_offload=True, optimizer_offload_fraction=0.25), 1) == []
+    assert errors(Megatron(use_precision_aware_optimizer=True, exp_avg_sq_dtype="bfloat16"), 2) == []
+    assert errors(Megatron(optimizer_offload_fraction=0.5), 1) == [
+        "backend.optimizer_offload_fraction=0.5 says how much backend.optimizer_cpu_offload=true keeps in host memory, and "
+        "that is false: set backend.optimizer_cpu_offload=true, or leave the fraction out"
+    ]
+    (sentence,) = errors(Megatron(optimizer_cpu_offload=True, optimizer_offload_fraction=0.0), 1)
+    assert "nothing" in sentence
+    assert "set a fraction above 0, or leave both out" in sentence
+    (sentence,) = errors(Megatron(use_precision_aware_optimizer=True), 1)
+    assert "which are float32 both: set one of them to bfloat16, or leave it out" in sentence
+    assert errors(Megatron(exp_avg_dtype="bfloat16"), 1) == [
+        "backend.exp_avg_dtype=bfloat16 does nothing without backend.use_precision_aware_optimizer=true: set that, or leave it "
+        "out"
+    ]
+
+
 def test_stages_that_do_not_go_with_the_ranks_or_with_each_other_are_named():
     four = Megatron(tensor_parallel_size=2, pipeline_parallel_size=2)
     assert errors(four, 4) == errors(four, 8) == errors(Megatron(pipeline_parallel_size=2, virtual_pipeline_size=3), 2) == []
