@@ -88,7 +88,7 @@ def test_moments_of_fewer_bits_make_other_steps_and_nearly_the_same() -> None:
     exact, rounded = by_torch({})[0], by_pieces(HALF)[0]
     assert not same(exact, rounded)
     for one, other in zip(exact, rounded, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-3)  # of five steps of 0.01
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-3)  # of five steps of 0.01
 
 
 def test_a_weight_whose_numbers_are_not_taken_back_to_its_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ float32 (TF32 off) a gradient is within 1e-5 of FSDP's, by ‖g - g′‖ / ‖g
 float32, or within twice FSDP's own distance in bfloat16. The worst tensor is named. Then two checks of itself: a checkpoint is
 gone on with, in float32 to the bit, and a sum over ranks that is left out is found. Models with experts share them out over two
 GPUs, with and without recorded routing (`--models experts "experts, replayed"`: those alone). `--only` takes worlds whose name
-has that in it. `--speed` times a model of Qwen3-0.6B's shape beside FSDP. Exits 0 only if all hold. `--device cpu` runs the
-same on a CPU. No pytest module: it needs GPUs.
+has that in it. `--states` steps weights and moments of 0.9 GB that lie in host memory, or moments in bfloat16, beside torch's
+AdamW, to the bit, and nothing else. `--speed` times a model of Qwen3-0.6B's shape beside FSDP, with `--only hosted` or
+`--only rounded` one with such states alone. Exits 0 only if all hold. `--device cpu` runs the same on a CPU. No pytest module:
+it needs GPUs.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import queue
 import sys
 import tempfile
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,11 +29,14 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.shapes import SHAPES, make_model
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, World
+from telescope.backends.common.staging import host_tensor
+from telescope.backends.common.stored_states import Home, StoredStates
 from telescope.backends.fsdp import FSDP
 from telescope.backends.megatron import Megatron
 from telescope.maths.support import Support
@@ -65,8 +71,15 @@ SIZES = {
 }  # fmt: skip
 TP2, PP2, CP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}
 ROUND = PP2 | {"virtual_pipeline_size": 2}
+HOSTED = {"optimizer_cpu_offload": True}
+ROUNDED = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
+    "1, hosted": (1, HOSTED),
+    "1, hosted in part, rounded": (1, HOSTED | ROUNDED | {"optimizer_offload_fraction": 0.5}),
+    "DP 2, hosted": (2, HOSTED),
+    "DP 2, hosted in part, rounded": (2, HOSTED | ROUNDED | {"optimizer_offload_fraction": 0.5}),
+    "PP 2, hosted, rounded": (2, PP2 | HOSTED | ROUNDED),
     "1, selective": (1, {"gradient_checkpointing": "selective"}),
     "TP 2": (2, TP2),
     "TP 2, whole rows": (2, TP2 | {"sequence_parallel": False}),
@@ -99,7 +112,10 @@ EXPERT_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 COLD = "one row, cold"
 """Worlds whose ranks are processes of their own and begin with a step, of fewer rows than stages: kernels are loaded and
 memory is found while a stage waits for the other."""
-RESUMED_WORLDS = ("1", "TP 2", "DP 2", "EP 2", "PP 2", "PP 2, round", "CP 2", "CP 2, TP 2")
+RESUMED_WORLDS = (
+    "1", "TP 2", "DP 2", "EP 2", "PP 2", "PP 2, round", "CP 2", "CP 2, TP 2", "1, hosted",
+    "1, hosted in part, rounded", "DP 2, hosted", "DP 2, hosted in part, rounded", "PP 2, hosted, rounded",
+)  # fmt: skip
 MIXED = "TP 2, temperatures, cut, entropy"
 """A world of two whose trajectories have temperatures of their own, of which `CUT` leaves few tokens, with an entropy bonus. In
 float32 alone: in bfloat16 other tokens are among the likeliest."""
@@ -365,6 +381,82 @@ def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float
     return fine
 
 
+STATE_SIZES = (150_000_000, 1_024, 60_000_000, 4_096, 20_000_000, 1_000_003)
+"""Of parameters, of which the first comes alone."""
+
+
+def states(device: str) -> bool:
+    """Four steps by the same gradients: torch's AdamW, whose moments are rounded by hand after each, beside stored states."""
+    sizes = STATE_SIZES if device == "cuda" else tuple(size // 1000 + 1 for size in STATE_SIZES)
+    good = True
+    for dtypes in ({}, {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}):
+        expected = stepped(sizes, device, dtypes, None)
+        for share, hosted in (("none", ()), ("half", (2, 3, 4)), ("all", tuple(range(len(sizes))))):
+            found = stepped(sizes, device, dtypes, hosted)
+            same = all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+            print(f"moments in {'bfloat16' if dtypes else 'float32'}, {share} hosted: {'ok' if same else 'BAD'}", flush=True)
+            good &= same
+    return good
+
+
+def stepped(
+    sizes: tuple[int, ...], device: str, dtypes: dict[str, torch.dtype], hosted: tuple[int, ...] | None
+) -> list[torch.Tensor]:  # fmt: skip
+    """Weights and moments, in float32 on the CPU; prints how long the last step took, and its peak of memory. `hosted`: places
+    of the parameters in host memory; None: by torch alone."""
+    random = torch.Generator(device).manual_seed(1)
+    drawn = [torch.randn(size, generator=random, device=device) for size in sizes]
+    for place in hosted or ():
+        drawn[place] = host_tensor((sizes[place],), torch.float32, pinned=device == "cuda").copy_(drawn[place])
+    parameters = [nn.Parameter(tensor) for tensor in drawn]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    away = [parameters[place] for place in hosted or ()]
+    homes = {id(parameter) for parameter in away}
+
+    def home(parameter: torch.Tensor, kind: str) -> Home:
+        return Home(on_host=id(parameter) in homes, dtype=dtypes.get(kind))
+
+    kept = None if hosted is None else StoredStates(optimizer, device, home, away)
+    for _ in range(4):
+        gradients = [torch.randn(size, generator=random, device=device) * 1e-3 for size in sizes]
+        started = begin_measuring(device)
+        if kept is not None:
+            kept.step_with(list(zip(parameters, gradients, strict=True)))
+        else:
+            step_rounded(optimizer, parameters, gradients, dtypes)
+        said = say_measured(device, started)
+    print(f"  {'torch' if hosted is None else 'stored'}: {said}", flush=True)
+    moments = [optimizer.state[parameter][kind] for parameter in parameters for kind in ("exp_avg", "exp_avg_sq")]
+    return [tensor.detach().float().cpu() for tensor in (*parameters, *moments)]
+
+
+def step_rounded(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], gradients: list[torch.Tensor],
+    dtypes: dict[str, torch.dtype],
+) -> None:  # fmt: skip
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    for state in optimizer.state.values():
+        for kind, dtype in dtypes.items():
+            state[kind].copy_(state[kind].to(dtype))
+
+
+def begin_measuring(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    return time.perf_counter()
+
+
+def say_measured(device: str, started: float) -> str:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    taken = time.perf_counter() - started
+    peak = f", {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB at the most" if device == "cuda" else ""
+    return f"the last step took {taken * 1e3:.0f} ms{peak}"
+
+
 def time_of(rank: int, order: Order, world: World) -> None:
     """Tokens a second of the third step, and the fullest rank's peak of memory beside its estimate: rows of 16,384 tokens of
     samples of 2,048, two rows a rank."""
@@ -391,12 +483,17 @@ def time_of(rank: int, order: Order, world: World) -> None:
         )
 
 
-def speed(folder: Path, gpus: int, shape: str) -> None:
+OF_STATES = {"hosted": HOSTED, "rounded": ROUNDED}
+
+
+def speed(folder: Path, gpus: int, shape: str, only: str) -> None:
     model = make_model(SHAPES[shape], folder / shape)
     torch.cuda.empty_cache()
     for size in range(1, min(gpus, 2) + 1):
         kinds: list[tuple[str, dict[str, Any]]] = [("fsdp", {}), ("megatron", {})]
         kinds += [("megatron", each) for each in (TP2, PP2, ROUND, CP2) if size == 2]
+        of_states: list[tuple[str, dict[str, Any]]] = [("megatron", each) for name, each in OF_STATES.items() if only in name]
+        kinds = of_states if only in OF_STATES else kinds + of_states
         orders = []
         for backend, settings in kinds:
             for again in (True, False):
@@ -411,6 +508,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--only", default="", help="part of a world's name")
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--states", action="store_true")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--shape", default="0.6B", choices=SHAPES)
     given = parser.parse_args()
@@ -418,10 +516,12 @@ def main() -> int:
         need_gpus(given.gpus, instead="try `--device cpu`")
         print(torch.cuda.get_device_name())
     print("torch", torch.__version__)
+    if given.states:
+        return 0 if states(given.device) else 1
     with tempfile.TemporaryDirectory() as name:
         good = agreement(Path(name), given.gpus, given.device, given.models, given.only)
         if given.speed:
-            speed(Path(name), given.gpus, given.shape)
+            speed(Path(name), given.gpus, given.shape, given.only)
     return 0 if good else 1
 
 

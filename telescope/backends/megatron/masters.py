@@ -170,7 +170,7 @@ class Masters:
 def choose_share(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
     """Names whose sizes are that fraction of all, or less by not as much as the smallest of the others: largest ones first.
     `choose_share({"a": 5, "b": 3, "c": 2}, 0.7)` is a and c."""
-    room, chosen = fraction * sum(sizes.values()), set()
+    room, chosen = fraction * sum(sizes.values()), set[str]()
     for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
         if size <= room:
             chosen.add(name)
