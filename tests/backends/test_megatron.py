@@ -63,6 +63,11 @@ CLOSE = 1e-5
 """‖g − g′‖ / ‖g‖ of each parameter's gradient."""
 SAME = ("loss", "grad_norm", "entropy", "kl_divergence_inference", "trained_tokens", "packed_tokens", "learning_rate")
 """Metrics that do not depend on rows and ranks."""
+OF_EXPERTS = (
+    "expert_load_max", "expert_load_mean", "experts_idle_fraction", "router_entropy", "router_replayed_fraction",
+    "router_difference",
+)  # fmt: skip
+"""Neither do these, where there are experts."""
 WORST = {NORMS: "norm.weight", EMBEDDING: "embed_tokens.weight", EXPERTS: ".mlp.experts.", ROWS: "k_norm.weight"}
 """In whose name what is missing is found, by the sum that is left out."""
 Tensors = dict[str, torch.Tensor]
@@ -149,6 +154,11 @@ def test_it_is_what_fsdp_computes(folder: Path, plain: dict[tuple[Any, ...], Pla
             {each: expected.metrics[each] for each in SAME}, rel=1e-5
         )
         assert metrics.keys() == expected.metrics.keys()
+        loads = [each for each in OF_EXPERTS if each in metrics]
+        assert bool(loads) == case.model.startswith("experts")
+        assert {each: metrics[each] for each in loads} == pytest.approx(
+            {each: expected.metrics[each] for each in loads}, rel=1e-4
+        )
     assert found["weights"].keys() == expected.weights.keys()
     apart = torch.cat([(found["weights"][each] - tensor).abs().flatten() for each, tensor in expected.weights.items()])
     assert int((apart > 2e-5).sum()) <= 1, "AdamW's first step is the rate, 1e-3, whatever the gradient's size"

@@ -92,10 +92,12 @@ def test_stages_that_do_not_go_with_the_ranks_or_with_each_other_are_named():
         "many ranks hold the model together; set cluster.trainer_num_workers=8, or another tensor_parallel_size or "
         "pipeline_parallel_size"
     )
-    (sentence,) = errors(Megatron(pipeline_parallel_size=2, expert_parallel_size=4), 8)
+    assert errors(Megatron(pipeline_parallel_size=2, expert_parallel_size=4), 8) == []
+    (sentence,) = errors(Megatron(pipeline_parallel_size=2, expert_parallel_size=4), 12)
     assert sentence == (
-        "backend.expert_parallel_size=4 shares out the experts of a model, and a model with experts can't be cut into "
-        "backend.pipeline_parallel_size=2 stages yet: set one of them to 1"
+        "backend.expert_parallel_size=4 times backend.pipeline_parallel_size=2 must divide cluster.trainer_num_workers=12: so "
+        "many ranks share out the experts of all stages; set cluster.trainer_num_workers to a multiple of it, or another "
+        "expert_parallel_size"
     )
     (sentence,) = errors(Megatron(virtual_pipeline_size=2), 2)
     assert sentence == (
@@ -216,8 +218,8 @@ def test_sizes_that_do_not_divide_are_refused(tmp_path, size: int, changes: dict
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"pipeline_parallel_size": 2}, r"not built for models with experts, .* set it to 1, .*\.expert_parallel_size$"),
-        ({"expert_parallel_size": 3}, r"expert_parallel_size=3 must divide its 4 experts: set it to one of 1, 2, 4$"),
+        ({"pipeline_parallel_size": 3}, r"pipeline_parallel_size=3 is more than the 2 layers of the model"),
+        ({"expert_parallel_size": 3}, r"expert_parallel_size=3 must divide the model's 4 experts: set it to one of 1, 2, 4$"),
         (
             {"tensor_parallel_size": 2, "sequence_parallel": False},
             r"sequence_parallel=false gives each .* set sequence_parallel=auto",

@@ -54,9 +54,10 @@ def test_heads_and_experts_of_a_model_that_lies_here_are_checked_at_the_command_
     assert "backend.tensor_parallel_size=4 must divide the model's 2 key-value heads" in problems(
         ranks, "backend.tensor_parallel_size=4"
     )
-    staged = "which is not built for models with experts, as this one is: set it to 1"
-    assert staged in problems(ranks, "backend.pipeline_parallel_size=2", num_experts=8)
-    assert staged not in problems(ranks, "backend.pipeline_parallel_size=2")
+    shared = "backend.expert_parallel_size=4 must divide the model's 6 experts: set it to one of 1, 2, 3, 6"
+    four = (ranks, "backend.pipeline_parallel_size=2", "backend.expert_parallel_size=4")
+    assert shared in problems(*four, num_experts=6)
+    assert "expert_parallel_size" not in problems(*four, num_experts=8)
 
 
 def test_moments_whose_bits_would_give_back_what_a_step_takes_are_refused():

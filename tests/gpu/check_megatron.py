@@ -108,12 +108,15 @@ EXPERT_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP 2, TP 2, selective": (2, EP2 | TP2 | {"gradient_checkpointing": "selective"}),
     "CP 2": (2, CP2),
     "EP 2, CP 2": (2, EP2 | CP2),
+    "PP 2": (2, PP2),
+    "PP 2, EP 2": (4, PP2 | EP2 | {"overlap_grad_reduce": True}),
+    "PP 2, EP 2, TP 2": (4, PP2 | EP2 | TP2),
 }
 COLD = "one row, cold"
 """Worlds whose ranks are processes of their own and begin with a step, of fewer rows than stages: kernels are loaded and
 memory is found while a stage waits for the other."""
 RESUMED_WORLDS = (
-    "1", "TP 2", "DP 2", "EP 2", "PP 2", "PP 2, round", "CP 2", "CP 2, TP 2", "1, hosted",
+    "1", "TP 2", "DP 2", "EP 2", "PP 2", "PP 2, round", "CP 2", "CP 2, TP 2", "PP 2, EP 2", "1, hosted",
     "1, hosted in part, rounded", "DP 2, hosted", "DP 2, hosted in part, rounded", "PP 2, hosted, rounded",
 )  # fmt: skip
 MIXED = "TP 2, temperatures, cut, entropy"

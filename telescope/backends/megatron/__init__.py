@@ -45,8 +45,9 @@ class Megatron(BackendSettings):
     """Trainer ranks that share each packed row, an equal part of its tokens each: longer rows in the same memory. Times
     tensor_parallel_size it must divide the model's attention heads, and with pipeline_parallel_size the number of ranks."""
     expert_parallel_size: int = Field(default=1, ge=1, le=1024)
-    """Trainer ranks that share out the experts of a model, whole ones each, whichever model of tensor_parallel_size they belong
-    to: a token is sent to the ranks that have its experts. Must divide the number of ranks, and of experts."""
+    """Trainer ranks that share out the experts of a model or stage, whole ones each, whichever model of tensor_parallel_size
+    they belong to: a token is sent to the ranks that have its experts. Must divide the number of ranks of a stage, and of
+    experts."""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
     """Stages of a model, each of some of its layers on ranks of its own: stages exchange a row's activations alone, and compute
     different rows at a time. Times tensor_parallel_size and context_parallel_size it must divide the number of ranks. Layers
@@ -152,21 +153,19 @@ class Megatron(BackendSettings):
                 "with backend.pipeline_parallel_size=1 there are no stages: set pipeline_parallel_size=2 or more, or leave it "
                 "out",
             )
-        if self.expert_parallel_size > 1 and self.pipeline_parallel_size > 1:
-            yield (
-                ("backend.expert_parallel_size", "backend.pipeline_parallel_size"),
-                f"backend.expert_parallel_size={self.expert_parallel_size} shares out the experts of a model, and a model with "
-                f"experts can't be cut into backend.pipeline_parallel_size={self.pipeline_parallel_size} stages yet: set one "
-                "of them to 1",
-            )
         if ranks % self.ranks_a_shard:
             yield self._indivisible(ranks)
             return
-        if ranks % self.expert_parallel_size:
+        if (ranks // self.pipeline_parallel_size) % self.expert_parallel_size:
+            sizes = {"backend.expert_parallel_size": self.expert_parallel_size}
+            if self.pipeline_parallel_size > 1:
+                sizes["backend.pipeline_parallel_size"] = self.pipeline_parallel_size
+            paths, product = _product(sizes)
+            of_all = " of all stages" if self.pipeline_parallel_size > 1 else ""
             yield (
-                ("backend.expert_parallel_size", workers),
-                f"backend.expert_parallel_size={self.expert_parallel_size} must divide {workers}={ranks}: so many ranks share "
-                f"out the experts; set {workers} to a multiple of it, or another expert_parallel_size",
+                (*paths, workers),
+                f"{product} must divide {workers}={ranks}: so many ranks share out the experts{of_all}; set {workers} to a "
+                "multiple of it, or another expert_parallel_size",
             )
         if self.sequence_parallel is True and size == 1:
             yield (
@@ -245,11 +244,11 @@ class Megatron(BackendSettings):
         """See `BackendSettings.model_errors`."""
         yield from self._uneven_heads(counts)
         stages, laps, layers = self.pipeline_parallel_size, self.virtual_pipeline_size, counts.layers
-        if stages > 1 and counts.experts:
+        if counts.experts % self.expert_parallel_size:
             yield (
-                ("backend.pipeline_parallel_size", "model.name"),
-                f"backend.pipeline_parallel_size={stages} cuts a model into stages, which is not built for models with "
-                "experts, as this one is: set it to 1, and share the experts out with backend.expert_parallel_size",
+                ("backend.expert_parallel_size", "model.name"),
+                f"backend.expert_parallel_size={self.expert_parallel_size} must divide the model's {counts.experts} experts: "
+                f"set it to one of {write_divisors(counts.experts)}",
             )
         if layers is None:
             return

@@ -27,7 +27,6 @@ from telescope.config.models import (
     check_weights,
     model_folder,
     read_json_object,
-    write_divisors,
 )
 from telescope.maths.flops import TrainingWork
 
@@ -60,11 +59,22 @@ class Architecture:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
+    def head_layers(self) -> float:
+        """As many layers as cost what the head does."""
+        in_layers = self._trained("model.layers.")
+        return math.prod(self.shapes["model.embed_tokens.weight"]) * self.facts.layers / in_layers
+
+    def _trained(self, prefix: str = "") -> float:
+        """Parameters whose name begins so; of experts those count that a token goes to."""
+        active = self.facts.top_k / self.facts.experts if self.facts.experts else 1.0
+        sizes = ((name, math.prod(shape)) for name, shape in self.shapes.items() if name.startswith(prefix))
+        return sum(size * (active if EXPERT in name else 1.0) for name, size in sizes)
+
+    @property
     def work(self) -> TrainingWork:
         """Of experts those count that a token goes to; an embedding that is only looked up does not."""
         facts = self.facts
-        active = facts.top_k / facts.experts if facts.experts else 1.0
-        trained = sum(math.prod(shape) * (active if EXPERT in name else 1.0) for name, shape in self.shapes.items())
+        trained = self._trained()
         if not facts.tied:
             trained -= math.prod(self.shapes["model.embed_tokens.weight"])
         return TrainingWork.of(trained=trained, layers=facts.layers, heads=facts.heads, head_dim=facts.head_dim)
@@ -199,11 +209,6 @@ def _strange_experts(facts: ModelDimensions, settings: Megatron) -> Iterator[str
     size = settings.expert_parallel_size
     if size > 1 and not facts.expert_layers:
         yield f"backend.expert_parallel_size={size} deals out experts, and this model has none: set it to 1"
-    elif facts.expert_layers and facts.experts % size:
-        yield (
-            f"backend.expert_parallel_size={size} must divide its {facts.experts} experts: set it to one of "
-            f"{write_divisors(facts.experts)}"
-        )
     if facts.expert_layers and settings.tensor_parallel_size > 1 and not settings.spreads_sequence():
         yield (
             "backend.sequence_parallel=false gives each of backend.tensor_parallel_size="

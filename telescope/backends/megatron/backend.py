@@ -33,10 +33,9 @@ from telescope.backends.megatron.policy import ParallelPolicy, ParallelRow
 from telescope.backends.megatron.publish import PartPacker
 from telescope.backends.megatron.rules import TensorMap
 from telescope.backends.megatron.staged_rows import ForwardRows, TrainedRows
-from telescope.backends.megatron.stages import cut_shape, uncut
+from telescope.backends.megatron.stages import cut_layers
 from telescope.backends.megatron.updates import PieceUpdater
 from telescope.maths import packing
-from telescope.maths.memory import shape_from
 from telescope.records import Denominators
 from telescope.weights.buckets import Bucket, ModelTensor
 
@@ -82,15 +81,13 @@ class MegatronBackend(SteppingBackend):
             stages,
             pipeline.pipes_needed(laps),
             settings.collective_timeout_s,
-            settings.expert_parallel_size,
+            settings.expert_parallel_size if known.facts.expert_layers else None,
             settings.context_parallel_size,
         )
         parallel.meet_groups(self._parallel, self._device)
         pipeline.meet_neighbours(self._parallel, laps, self._device)
         facts, held, experts = known.facts, self._parallel, self._parallel.experts
-        layout = uncut(facts.layers, tied=facts.tied)
-        if stages > 1:  # these need the shape, which a model with experts does not have
-            layout = cut_shape(shape_from(known.config.to_dict()), stages, laps)
+        layout = cut_layers(facts.layers, stages, laps, head=known.head_layers, tied=facts.tied)
         self._table = TensorMap(facts, known.shapes, held.tensor_rank, held.tensor_size, experts.rank, experts.size)
         master = getattr(torch, job.model.dtype)
 
@@ -112,6 +109,7 @@ class MegatronBackend(SteppingBackend):
                 ),
                 lm,
                 disable_bucketing=place > 0,
+                pg_collection=held.gradient_groups if facts.expert_layers else None,
             )
             for place, lm in enumerate(self._policy.models)
         ]
