@@ -86,7 +86,8 @@ def _describe_tokens(summary: Mapping[str, Any]) -> str:
 
 
 def _describe_time(summary: Mapping[str, Any]) -> str:
-    """In all, and of it what the trainer worked and waited."""
+    """Of this attempt from its orchestrator's start on, which the start of processes precedes, and of all attempts what the
+    trainer worked and waited."""
     wall, seconds = summary.get("wall_s"), _mapping(summary, "seconds")
     if not _is_number(wall):
         return ""
@@ -95,7 +96,10 @@ def _describe_time(summary: Mapping[str, Any]) -> str:
         for name, what in (("timing_step_active", "the trainer computed"), ("timing_waiting_for_data", "waited for data"))
         if _is_number(seconds.get(name))
     ]
-    return f"{format_duration(wall)}" + (f" ({', '.join(parts)})" if parts else "")
+    again = bool(summary.get("resumed_after_step"))
+    alone = f" in attempt {summary.get('attempt')} alone" if again else ""
+    whose = "in all attempts " if again else ""
+    return f"{format_duration(wall)}{alone}" + (f" ({whose}{', '.join(parts)})" if parts else "")
 
 
 def _mapping(summary: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("telescope.run")
 LOOPBACK_S = 2.0
 REHEARSAL_S = 5.0
-"""For one of the user's own environments to be imported, or a file of questions to be read, and for its data to be checked,
-which delays every start; beyond it the worker says what is wrong."""
+"""For an environment that is checked in a process of its own to be imported, and for its data to be read and checked, which
+delays every start; beyond it the worker says what is wrong."""
 REHEARSAL_START_S = 15.0
 """For the process in which it is asked, before it comes to the environment, and to end."""
 REHEARSED_AT_ONCE = 8
@@ -161,10 +161,13 @@ def _rehearse_some(place: Path, labels: list[str], environment: Mapping[str, str
         for at, (label, process) in enumerate(processes.items()):
             if process.returncode in (None, -signal.SIGALRM):
                 _log.warning(
-                    "environments.%s was not checked to its end within %g s, so its worker will say what it lacks: a class of "
-                    "your own may have a quicker check_data (docs/environments.md)",
+                    "environments.%s was not checked to its end: %s. Its worker will say what it lacks",
                     label,
-                    REHEARSAL_S,
+                    f"its check_data took more than {REHEARSAL_S:g} s, as on a busy machine or with much data "
+                    "(docs/environments.md)"
+                    if process.returncode is not None
+                    else f"the process of the check was not done after {REHEARSAL_START_S + REHEARSAL_S:g} s, most of which "
+                    "it should need to start: this machine may be busy",
                 )
             with contextlib.suppress(OSError):  # it died; a worker that does the same says why
                 if sentence := (place / str(at)).read_text(encoding="utf-8"):

@@ -234,6 +234,8 @@ def _format_step(status: Mapping[str, Any]) -> str:
     step, steps = status.get("step"), status.get("steps")
     if step is None:
         return str(status.get("state", ""))
+    if steps == 0:
+        return "evals alone"
     return f"step {step}/{steps}" if steps is not None else f"step {step}"
 
 

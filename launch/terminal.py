@@ -6,6 +6,7 @@ minds.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import select
@@ -13,6 +14,8 @@ import signal
 import sys
 
 INTERRUPTED = 128 + signal.SIGINT
+READER_GONE = 128 + signal.SIGPIPE
+UNPRINTED = 1
 
 
 def prepare() -> None:
@@ -40,6 +43,18 @@ def _say_anything() -> None:
     """In a locale without UTF-8 stdout can't write all that a sentence or a path has: the rest is escaped, as on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def say_lost(command: str, error: OSError) -> int:
+    """The exit code of a command whose words its standard output did not take. A reader that has seen enough (`| head`) is not
+    told of it."""
+    with contextlib.suppress(OSError, ValueError):  # what Python still holds of them would fail once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return READER_GONE
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{command}: standard output can't be written: {error.strerror or error}\n")
+    return UNPRINTED
 
 
 def _leave(*_: object) -> None:

@@ -28,7 +28,7 @@ AT_A_TIME = {"not slow": 3, "slow": 2}
 LEAVE_S = 60.0
 """For calls that are broken off to put things in order; then they are killed with all that they started."""
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-WIDE = "400"
+WIDE = "240"
 """Columns for pytest, which cuts the cause of a failure at the terminal's width."""
 MOST_AGAIN = 5
 """More tests than these out of time are a fault of the product or of the machine, and are not played again."""
@@ -210,7 +210,7 @@ def main() -> int:
 def only_late(said: str) -> list[str]:
     """The tests that failed by pytest's summary `said`, where all of them ran out of time; otherwise none."""
     failed = re.findall(r"^(?:FAILED|ERROR) (tests/\S.*?)(?: - (.*))?$", said, re.MULTILINE)
-    late = [test for test, cause in failed if re.match(r"Failed: Timeout|TimeoutError\b", cause)]
+    late = [test for test, cause in failed if re.match(r"Failed: Timeout|TimeoutError\b|subprocess\.TimeoutExpired\b", cause)]
     return late if len(late) == len(failed) else []
 
 

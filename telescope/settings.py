@@ -11,6 +11,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, SecretBytes, SecretStr
 
 
+class FreeText:
+    """Marks a setting, `Annotated[tuple[str, ...], FreeText]`, in which references to environment variables stay references
+    until the process that needs them reads them, where its type does not say so (config/free_text.py)."""
+
+
 class Settings(BaseModel):
     """Frozen, strict (`"3"` is not an int), `extra=forbid` (a typo is an error), defaults checked like values."""
 

@@ -6,12 +6,20 @@ from __future__ import annotations
 import faulthandler
 
 import pytest
+import zmq
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 END_S = 60.0
+
+
+def _leave_open(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """In place of a wait, for ever, for sockets that a failed test has left: it would stop all tests after it."""
+
+
+zmq.Context.__del__ = _leave_open  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(trylast=True)

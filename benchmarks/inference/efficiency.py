@@ -2,7 +2,8 @@
 
 The system is one real run (hub, worker, orchestrator, server, run directory, a trainer that publishes the same weights) of as
 many steps as rounds, each a batch of single-turn rollouts generated at once. The bare engine is vLLM's AsyncLLM with the same
-arguments, prompts, lengths and log-probs, fed by a loop that keeps as many requests in flight. They take turns: while one
+arguments, prompts and lengths, and without log-probs (`--bare-logprobs`: with those of sampled tokens), fed by a loop that
+keeps as many requests in flight. They take turns: while one
 generates the other waits, so they may share a GPU (`--share 0.4`). Time is counted from the first request placed to the last
 one done. `--spare N`: either may have N requests more at the engine than it computes at once, so that a lane that falls free
 finds the next request there.
@@ -64,6 +65,7 @@ async def bare(given: argparse.Namespace, model: Path) -> None:
     config = point.config
     engine = build_engine(config, "benchmark", device_of(config, os.environ))
     await engine.start()
+    await engine.client.collective_rpc("telescope_drop_logprobs")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -88,8 +90,8 @@ async def one_round(engine: Any, ids: list[list[int]], given: argparse.Namespace
         async with lanes:
             began = time.perf_counter()
             params = SamplingParams(
-                temperature=1.0, max_tokens=given.tokens, seed=index, logprobs=0, detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
+                temperature=1.0, max_tokens=given.tokens, seed=index, logprobs=0 if given.bare_logprobs else None,
+                detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
             )  # fmt: skip
             prompt = tokens_input(prompt_token_ids=ids[index // given.group_size])
             tokens = 0
@@ -261,6 +263,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--share", type=float, default=0.8, help="of its card, for an engine")
     parser.add_argument("--spare", type=int, default=0, help="requests that either may have waiting at the engine")
+    parser.add_argument("--bare-logprobs", action="store_true", help="the bare engine is asked for log-probs")
     parser.add_argument("--out", type=Path, help="a file for the figures, JSON")
     parser.add_argument("--override", action="append", default=[], help="a setting of telescope.run, for both")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)

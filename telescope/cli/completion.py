@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 
 OVERRIDDEN = ("run", "check", "plan", "doctor")
 """Commands that take overrides."""
+TARGETED = ("chat", "eval", "serve")
+"""Those that take them behind what they are for."""
 ACTIONS = {
     "runs": ("list", "resume", "stop", "tail"),
     "env": ("audit", "check"),
@@ -73,8 +75,8 @@ def candidates(line: str) -> list[str]:
     if before == ["env", "check"]:
         return [name for name in sorted(_environments()) if name.startswith(last)]
     resumed = before[:2] == ["runs", "resume"] and len(before) > 2
-    evaluated = before[0] == "eval" and len(before) > 1 and before[1] != "compare"
-    if before[0] in OVERRIDDEN or resumed or evaluated:
+    has_target = before[0] in TARGETED and len(before) > 1 and before[1] != "compare"
+    if before[0] in OVERRIDDEN or resumed or has_target:
         return sorted(dict.fromkeys(_overrides(last)))
     return []  # folders and files, which the shell knows
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from telescope.cli.eval_jobs import EvalJob
 
 OK, FAILED, USAGE = DONE, ERROR, 2
-URLS = ("http://", "https://")
 DESCRIPTION = """Play evals outside training.
 
   telescope eval runs/my-run --steps 20,40             checkpoints of a run; 0: its initial model
@@ -44,15 +43,16 @@ def main(arguments: Sequence[str]) -> int:
 
         return compare(list(arguments)[1:])
     asked = _parse(arguments)
-    from telescope.cli.eval_jobs import EvalRefused, list_jobs
+    from telescope.cli.eval_jobs import list_jobs
     from telescope.cli.resume import WrongOverride
     from telescope.cli.start import say
+    from telescope.cli.targets import TargetRefused, is_override
     from telescope.compose.load import UsageError
     from telescope.runlog.eval_rows import CHANGED, PLAYED
     from telescope.runlog.files import DamagedFile
 
-    targets = [one for one in asked.given if not _is_override(one)]
-    overrides = [one for one in asked.given if _is_override(one)]
+    targets = [one for one in asked.given if not is_override(one)]
+    overrides = [one for one in asked.given if is_override(one)]
     if not targets:
         sys.stderr.write("telescope eval: name what is to be evaluated: a run directory, a model or a URL; --help says more\n")
         return USAGE
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         for job in jobs:
             try:
                 ended, played = _play(job), list(_read_rows(job))
-            except (EvalRefused, DamagedFile) as error:  # of this job alone: a checkpoint may be gone by its turn
+            except (TargetRefused, DamagedFile) as error:  # of this job alone: a checkpoint may be gone by its turn
                 say(f"telescope eval: {error}")
                 code = FAILED
                 continue
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     except (UsageError, WrongOverride) as error:
         say(f"telescope eval: {error}")
         return USAGE
-    except EvalRefused as error:
+    except TargetRefused as error:
         say(f"telescope eval: {error}")
         code = FAILED
     for row in rows:
@@ -119,20 +119,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parse_all(parser, arguments)
 
 
-def _is_override(given: str) -> bool:
-    if given.startswith(URLS) or os.path.exists(given):  # a folder may be called lr=0.1
-        return False
-    return "=" in given or given.startswith("~")
-
-
 # ---- playing
 
 
 def _play(job: EvalJob) -> int:
     """The exit code of the run that plays it; 0 where it was played before."""
     from telescope._launch.process_plan import PlanError, describe_shared_gpus
-    from telescope.cli.eval_jobs import EvalRefused, describe_key
     from telescope.cli.start import RunOrder, find_absent, find_obstacles, make_plan_here, run_one, say
+    from telescope.cli.targets import TargetRefused, describe_key
     from telescope.config.models import hub_problem
     from telescope.runlog import opening
 
@@ -144,9 +138,9 @@ def _play(job: EvalJob) -> int:
     try:
         standing, plan = make_plan_here(config)
     except PlanError as error:
-        raise EvalRefused(str(error)) from error
+        raise TargetRefused(str(error)) from error
     if found := [*find_absent(config, plan, {}), *find_obstacles(config, plan, hub_problem)]:
-        raise EvalRefused("\n".join(found))
+        raise TargetRefused("\n".join(found))
     said = tuple(filter(None, (describe_shared_gpus(plan) if plan else "",)))
     now = datetime.now().astimezone()
     order = RunOrder(config, plan, standing, said, tuple(job.arguments), now, program="telescope eval", evaluated=job.identity)

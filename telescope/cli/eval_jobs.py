@@ -13,20 +13,31 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
-from telescope.cli.resume import WrongOverride, put_setting, read_changes
-from telescope.config.evals import EvalEntry, digest_sampling
+from telescope.cli.resume import WrongOverride
+from telescope.cli.targets import (
+    EVALS,
+    URLS,
+    TargetRefused,
+    Tell,
+    change,
+    choose_key,
+    compose_untrained,
+    export_weights,
+    judge,
+    make_settings,
+    name_model,
+    read_trained,
+    refuse_decided,
+)
+from telescope.config.evals import digest_sampling
 from telescope.config.precision import served_precision
-from telescope.config.run import RunConfig, as_json
-from telescope.config.secrets import make_reference, parse_reference
-from telescope.config.sections import RemoteServer, find_url_mistake, is_loopback
-from telescope.config.validate import validate
-from telescope.config.words import ConfigError
+from telescope.config.run import RunConfig
+from telescope.config.secrets import make_reference
+from telescope.config.sections import find_url_mistake
 from telescope.runlog import checkpoints, opening
 from telescope.runlog.eval_rows import CHANGED, PLAYED, put_aside, read_in_state, sent_file, standalone_folder
 from telescope.runlog.files import DamagedFile
@@ -35,19 +46,12 @@ from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.reader import rows
 
 STEPS = re.compile(r"\d+(,\d+)*")
-EVALS = re.compile(r"\+{0,2}evals\.([A-Za-z0-9_-]+)(\.(\w+(?:\.\w+)*))?=.*", re.DOTALL)
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-Tell = Callable[[str], None]
 NOT_GIVEN = {
     "cluster.trainer_num_workers": "an eval trains nothing",
     "number_of_steps": "--steps names the checkpoints of a run that are evaluated",
     "run_dir": "--to says where results of a model or a URL lie, and those of a run lie in the run",
 }
 """Settings that this command decides itself, and why."""
-
-
-class EvalRefused(ValueError):
-    """The text says why it can't be played, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class EvalJob:
 
     @property
     def is_played(self) -> bool:
-        """Whether each eval has its complete row. Raises `EvalRefused` where the folder is of another eval, and where an eval
+        """Whether each eval has its complete row. Raises `TargetRefused` where the folder is of another eval, and where an eval
         could not go on."""
         run = RunDirectory(self.folder)
         if not opening.is_run(self.folder) or self._is_of_other_weights:
@@ -77,9 +81,9 @@ class EvalJob:
         try:
             played, changed = read_in_state(run, PLAYED), wanted & read_in_state(run, CHANGED)
         except DamagedFile as error:
-            raise EvalRefused(f"{error}: remove {self.folder} to play it anew") from error
+            raise TargetRefused(f"{error}: remove {self.folder} to play it anew") from error
         if changed:
-            raise EvalRefused(self.describe_change(min(changed)[0]))
+            raise TargetRefused(self.describe_change(min(changed)[0]))
         return wanted <= played
 
     def describe_change(self, name: str) -> str:
@@ -90,21 +94,21 @@ class EvalJob:
 
     @property
     def _is_of_other_weights(self) -> bool:
-        """Whether the run's step was evaluated before it was trained anew. Raises `EvalRefused` where the folder is not one
+        """Whether the run's step was evaluated before it was trained anew. Raises `TargetRefused` where the folder is not one
         that this command made for the same."""
         try:
             found = read_identity(RunDirectory(self.folder)).evaluated
         except (OSError, DamagedFile) as error:
-            raise EvalRefused(f"{error}: remove {self.folder} to play it anew") from error
+            raise TargetRefused(f"{error}: remove {self.folder} to play it anew") from error
         if found == self.identity:
             return False
         if found and self.source is not None:
             return True
         held = "the result of another model, of other evals, or of other settings" if found else "a run of another command"
-        raise EvalRefused(f"{self.folder} holds {held}: name another folder with --to")
+        raise TargetRefused(f"{self.folder} holds {held}: name another folder with --to")
 
     def prepare(self, say: Tell) -> RunConfig:
-        """Have the weights there, and give the configuration of this attempt. Raises `EvalRefused`."""
+        """Have the weights there, and give the configuration of this attempt. Raises `TargetRefused`."""
         begun = opening.is_run(self.folder)
         if begun and self._is_of_other_weights:
             _make_room(self.folder)
@@ -112,9 +116,9 @@ class EvalJob:
         if self.weights is not None and self.source is not None and self.checkpoint is not None:
             _sweep(self.folder, self.weights)
             if not self.weights.exists():
-                _export(self.source, self.config.number_of_steps, self.weights, say)
+                export_weights(self.source, self.config.number_of_steps, self.weights, say, merge=True)
             if name_weights(self.folder, self.checkpoint) != self.weights:
-                raise EvalRefused(f"{self.label} was trained anew meanwhile: give the command again")
+                raise TargetRefused(f"{self.label} was trained anew meanwhile: give the command again")
         resumed = self.config.checkpoint.model_copy(update={"resume": begun})
         return self.config.model_copy(update={"checkpoint": resumed})
 
@@ -127,23 +131,15 @@ class EvalJob:
 
 
 def list_jobs(target: str, asked: argparse.Namespace, overrides: Sequence[str]) -> Iterator[EvalJob]:
-    """Raises `EvalRefused`, `WrongOverride` and `UsageError`."""
+    """Raises `TargetRefused`, `WrongOverride` and `UsageError`."""
     path = Path(target)
-    _refuse_decided(overrides)
-    if target.startswith(("http://", "https://")):
+    refuse_decided(overrides, NOT_GIVEN)
+    if target.startswith(URLS):
         yield _make_url_job(target, asked, overrides)
     elif opening.is_run(path):
         yield from _list_run_jobs(target, RunDirectory(path.absolute()), asked, overrides)
     else:
         yield _make_model_job(target, asked, overrides)
-
-
-def _refuse_decided(overrides: Sequence[str], more: Mapping[str, str] | None = None) -> None:
-    decided = NOT_GIVEN if more is None else more
-    for override in overrides:
-        place = override.lstrip("+~").partition("=")[0]
-        if place in decided:
-            raise WrongOverride(f"{override}: {decided[place]}; leave it out")
 
 
 def _spell_options(asked: argparse.Namespace) -> tuple[str, ...]:
@@ -157,20 +153,13 @@ def _spell_options(asked: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _list_run_jobs(target: str, run: RunDirectory, asked: argparse.Namespace, overrides: Sequence[str]) -> Iterator[EvalJob]:
-    try:
-        trained = opening.read(run)
-    except (opening.NotARun, DamagedFile) as error:
-        raise EvalRefused(str(error)) from error
-    if not trained.trains:
-        raise EvalRefused(
-            f"{target} was made by this command, and has no checkpoints: name the run, the model or the URL itself"
-        )
+    trained = read_trained(run, target)
     if asked.to is not None:
-        raise EvalRefused(f"--to is for models and URLs: results of a run lie in the run, {run.evals}")
-    _refuse_decided(overrides, {"model.name": "what is evaluated is the run's own model; name another one as the target"})
+        raise TargetRefused(f"--to is for models and URLs: results of a run lie in the run, {run.evals}")
+    refuse_decided(overrides, {"model.name": "what is evaluated is the run's own model; name another one as the target"})
     root = checkpoints.root(run, trained.checkpoint.dir)
     for step in _choose_steps(run, trained, asked.steps):
-        config = _judge(_make_settings(trained, overrides, step))
+        config = judge(change(make_settings(trained, step), overrides))
         folder = standalone_folder(run, digest_evals(config), step)
         checkpoint = checkpoints.complete_folder(root, step) if step else None
         weights = None if checkpoint is None else name_weights(folder, checkpoint)
@@ -183,16 +172,16 @@ def _list_run_jobs(target: str, run: RunDirectory, asked: argparse.Namespace, ov
 
 def name_weights(folder: Path, checkpoint: Path) -> Path:
     """Beside the results of a step, with a digest of the checkpoint in its name: one that is trained anew has another. Raises
-    `EvalRefused`."""
+    `TargetRefused`."""
     try:
         made = (checkpoint / checkpoints.COMPLETE).read_bytes()
     except OSError as error:
-        raise EvalRefused(f"{checkpoint} can't be read ({error.strerror}): choose another step") from error
+        raise TargetRefused(f"{checkpoint} can't be read ({error.strerror}): choose another step") from error
     return folder.with_name(f"{folder.name}.{hashlib.blake2b(made, digest_size=5).hexdigest()}.model")
 
 
 def _make_room(folder: Path) -> None:
-    """The result of a step that was trained anew since. Raises `EvalRefused` while it is still played."""
+    """The result of a step that was trained anew since. Raises `TargetRefused` while it is still played."""
     from telescope._launch.prepare_attempt import CannotResume, refuse_alive
 
     run = RunDirectory(folder)
@@ -200,7 +189,7 @@ def _make_room(folder: Path) -> None:
         refuse_alive(run)
         put_aside(folder, os.urandom(4).hex())
     except CannotResume as error:
-        raise EvalRefused(str(error)) from error
+        raise TargetRefused(str(error)) from error
 
 
 def _sweep(folder: Path, kept: Path | None) -> None:
@@ -219,90 +208,15 @@ def _choose_steps(run: RunDirectory, config: RunConfig, given: str) -> list[int]
         return [0, *there]
     if given == "last":
         if not there:
-            raise EvalRefused(f"{run.path} has no checkpoint (checkpoint.every): --steps 0 evaluates its initial model")
+            raise TargetRefused(f"{run.path} has no checkpoint (checkpoint.every): --steps 0 evaluates its initial model")
         return [there[-1]]
     if not STEPS.fullmatch(given):
         raise WrongOverride(f"--steps {given}: give numbers with commas between, `last` or `all`")
     wanted = list(dict.fromkeys(int(step) for step in given.split(",")))
     if missing := [step for step in wanted if step and step not in there]:
         has = ", ".join(map(str, there)) or "none"
-        raise EvalRefused(f"{run.path} has no checkpoint of step {missing[0]}; there are {has}, and 0 is its initial model")
+        raise TargetRefused(f"{run.path} has no checkpoint of step {missing[0]}; there are {has}, and 0 is its initial model")
     return wanted
-
-
-def _make_settings(trained: RunConfig, overrides: Sequence[str], step: int) -> dict[str, Any]:
-    """Those of the run, for one without trainers. Raises `WrongOverride`."""
-    settings = as_json(trained)
-    cluster = {**settings["cluster"], "trainer_num_workers": 0, "slurm": None}
-    sync = {**settings["weight_sync"], "transport": "auto", "transport_kwargs": {}}
-    logging = {**settings["logging"], "use_wandb": False}  # its numbers go to the run's own
-    inference = {**settings["inference"], "http": False, "sleep_while_training": "off"}
-    entries = {one.name: settings["evals"].get(one.name, {"environment": one.label}) for one in trained.active_evals}
-    settings |= {
-        "name": f"{trained.name}-eval"[:100],
-        "number_of_steps": step,
-        "model": {**settings["model"], "lora": None},  # the checkpoint's are merged when it is exported
-        "cluster": cluster,
-        "weight_sync": sync,
-        "logging": logging,
-        "inference": inference,
-        "checkpoint": {},
-        "evals": entries or {label: {} for label in trained.environments},
-    }
-    settings["eval"] = {**settings["eval"], "every": None, "num_servers": "auto", "stop_after": None}
-    return _change(settings, overrides)
-
-
-def _change(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`evals.<name>=…` names the evals that are played, and no others are; what else is given changes a setting."""
-    named, before = dict[str, Any](), settings["evals"]
-    for override in overrides:
-        found = EVALS.fullmatch(override)
-        place, value = read_changes([override.lstrip("+")])[0]
-        if found is None:
-            if place == "evals":
-                raise WrongOverride(f"{override}: name an eval, e.g. evals.math500={{}}")
-            put_setting(settings, place, value)
-            continue
-        name, inner = found[1], found[3]
-        entry = named.setdefault(name, dict(before.get(name, {})))
-        if inner is None:
-            if not isinstance(value, dict):
-                raise WrongOverride(
-                    f"{override}: an eval has settings, e.g. evals.{name}={{num_samples:4}}, or evals.{name}={{}}"
-                )
-            entry |= value
-        elif inner.startswith("kwargs."):
-            entry["kwargs"] = {**entry.get("kwargs", {}), inner.removeprefix("kwargs."): value}
-        elif inner in EvalEntry.model_fields:
-            entry[inner] = value
-        else:
-            raise WrongOverride(f"{override}: an eval has no setting {inner}; docs/evals.md has all")
-    if named:
-        settings["evals"] = named
-    return settings
-
-
-def _judge(settings: Mapping[str, Any]) -> RunConfig:
-    config, problems = validate(settings)
-    if config is None:
-        raise EvalRefused(str(ConfigError(problems)))
-    return config
-
-
-def _export(run: RunDirectory, step: int, to: Path, say: Tell) -> None:
-    from telescope.backends.base import CheckpointUnfit
-    from telescope.cli.export import ExportRefused, Wanted, export_all
-    from telescope.config.models import ModelNotFound
-
-    merge = opening.read(run).model.lora is not None
-    try:
-        for line in export_all(run, step, to, Wanted(merge=merge)):
-            say(line)
-    except (ExportRefused, CheckpointUnfit, checkpoints.CheckpointUnreadable, ModelNotFound, ValueError) as error:
-        raise EvalRefused(str(error)) from error
-    except OSError as error:
-        raise EvalRefused(f"{error.filename or to}: {error.strerror or error}") from error
 
 
 def _send_to_wandb(run: RunDirectory, folder: Path, say: Tell) -> None:
@@ -338,29 +252,18 @@ def _make_model_job(target: str, asked: argparse.Namespace, overrides: Sequence[
     places = places_for(asked.config_dir)
     if any(override.startswith(("model=", "model.name=")) for override in overrides):
         raise WrongOverride(f"{target} is the model: leave model= and model.name= out")
-    if "/" in target and not Path(target).exists() and target.count("/") > 1:
-        raise EvalRefused(f"{target} is not there: name a run directory, a model or a URL")
-    preset = target in places.options("model")
-    name = target if preset or not Path(target).is_dir() else str(Path(target).absolute())
-    chosen = [f"model={name}"] if preset else ["model=any", f'model.name="{name}"']
-    config = _compose([*chosen, *overrides], asked)
+    config = _compose([*name_model(target, places), *overrides], asked)
     return _place_job(target, config, asked, Path(target).name, overrides)
 
 
 def _compose(overrides: Sequence[str], asked: argparse.Namespace) -> RunConfig:
-    """A configuration of evals alone. Raises `EvalRefused` and `UsageError`."""
-    from telescope.compose.load import load_points, places_for
-
-    named = [f"+{one.lstrip('+')}" if EVALS.fullmatch(one) else one for one in overrides]
+    """A configuration of evals alone. Raises `TargetRefused`, `WrongOverride` and `UsageError`."""
     if not any(EVALS.fullmatch(one) for one in overrides) and not any(one.startswith("experiment=") for one in overrides):
         raise WrongOverride("name what is to be played, e.g. evals.math500={}")
-    fixed = ["number_of_steps=0", "cluster.trainer_num_workers=0", "checkpoint.every=0", "inference.http=false"]
-    (point,) = load_points([*fixed, *named], places_for(asked.config_dir), os.environ)
-    if point.config is None:
-        raise EvalRefused(str(ConfigError(point.problems)))
-    if not point.config.evals:
+    config = compose_untrained(overrides, asked.config_dir)
+    if not config.evals:
         raise WrongOverride("name what is to be played, e.g. evals.math500={}")
-    return point.config
+    return config
 
 
 def _place_job(
@@ -405,45 +308,13 @@ def digest_evals(config: RunConfig, model: str = "") -> str:
 # ---- a URL
 
 
-KEY = "OPENAI_API_KEY"
-"""Holds the key where --key-env does not say."""
-
-
-def describe_key(remote: RemoteServer, environ: Mapping[str, str]) -> str:
-    """Which key goes where, for the one who gave the command; empty where none is set."""
-    name, plain = parse_reference(remote.api_key), _is_plain(remote.url)
-    if name is not None:
-        exposed = " in plain text: who sees the network can read it" if plain else ""
-        return f"The key in {name} is sent to {urlsplit(remote.url).netloc}{exposed}."
-    if environ.get(KEY) and plain:
-        return f"{KEY} is not sent in plain text to another machine: --key-env {KEY} sends it all the same."
-    return ""
-
-
-def _is_plain(url: str) -> bool:
-    """Whether what is sent there can be read on the way."""
-    address = urlsplit(url)
-    return address.scheme == "http" and not is_loopback(address.hostname or "")
-
-
-def _choose_key(target: str, key_env: str | None) -> str | None:
-    """The variable. Raises `WrongOverride` for one that is named and not set."""
-    if key_env is None:
-        return KEY if os.environ.get(KEY) and not _is_plain(target) else None
-    if not VARIABLE.fullmatch(key_env):
-        raise WrongOverride("--key-env takes the name of an environment variable, and not the key itself")
-    if not os.environ.get(key_env):
-        raise WrongOverride(f"--key-env {key_env}: that variable is not set; export it, or leave --key-env out")
-    return key_env
-
-
 def _make_url_job(target: str, asked: argparse.Namespace, overrides: Sequence[str]) -> EvalJob:
     if mistake := find_url_mistake(target):
         raise WrongOverride(f"the URL {mistake}")
     if asked.model is None:
         raise WrongOverride(f"{target} serves models: --model NAME says which one is asked for")
     remote = ["inference.engine=remote", f'+inference.remote={{url:"{target}",model:"{asked.model}"}}']
-    if (key := _choose_key(target, asked.key_env)) is not None:
+    if (key := choose_key(target, asked.key_env)) is not None:
         remote.append(f"+inference.remote.api_key={make_reference(key)}")
     fixed = ["model=tiny", "cluster.device=cpu", "cluster.inference_num_workers=1"]
     fixed += ["rollout.group_size=1", "rollout.retry_backoff_s=1"]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -25,6 +25,8 @@ COMMANDS = {
     "run": CliCommand("telescope.cli.run", "train: compose, check, start and watch a run, or a sweep with -m"),
     "check": CliCommand("telescope.cli.check", "say what is wrong with a command line, and start nothing"),
     "eval": CliCommand("telescope.cli.eval", "evals of a run's checkpoints, a model or a URL; compare two results"),
+    "chat": CliCommand("telescope.cli.chat", "talk to a checkpoint, a model or a URL, with an environment's tools if asked"),
+    "serve": CliCommand("telescope.cli.serve", "an OpenAI-compatible server of a checkpoint, a model or adapters"),
     "plan": CliCommand("telescope.cli.plan", "what a run would be: steps, staleness, processes, memory, times"),
     "runs": CliCommand("telescope.cli.runs", "list runs, follow one's log, stop one, go on with one"),
     "show": CliCommand("telescope.cli.show.main", "what a run has learnt, why it may not, and what to try next"),
@@ -43,19 +45,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal.prepare()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help", "help"):
-        sys.stdout.write(overview())
-        return 0 if given else USAGE
+        return _print_all(lambda: _print_overview(0 if given else USAGE), "", ())
     name, *rest = given
     if name not in COMMANDS:
         from telescope.config.words import did_you_mean
 
         sys.stderr.write(f"telescope {name}: there is no such command.{did_you_mean(name, list(COMMANDS))}\n{overview()}")
         return USAGE
-    from telescope.config.redacted_output import redact_output
+    return _print_all(lambda: import_module(COMMANDS[name].module).main(rest), f" {name}", rest)
+
+
+def _print_all(act: Callable[[], int], name: str, arguments: Sequence[str]) -> int:
+    """The exit code of a command; where what it prints is lost, another than 0, with a sentence."""
+    from telescope.config.redacted_output import RedactedStream, redact_output
     from telescope.config.secrets import find_references
 
-    with redact_output(find_references(rest)):
-        code: int = import_module(COMMANDS[name].module).main(rest)
+    code, printed = 0, None
+    try:
+        with redact_output(find_references(arguments)):
+            printed = sys.stdout
+            code = act()
+    except (OSError, SystemExit) as error:
+        failure = printed.failure if isinstance(printed, RedactedStream) else None
+        if failure is None or (isinstance(error, OSError) and error is not failure):
+            raise
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 0
+    if isinstance(printed, RedactedStream) and printed.failure is not None:
+        return code or terminal.say_lost(f"telescope{name}", printed.failure)
+    return code
+
+
+def _print_overview(code: int) -> int:
+    sys.stdout.write(overview())
     return code
 
 

@@ -20,6 +20,8 @@ from telescope.runlog.layout import RunDirectory
 
 GROUPS = ("env", "experiment")
 """Groups that no key of the resolved configuration is named like."""
+FIXED = ("algorithm", "env", "model")
+"""Groups of which no run goes on with another choice, whatever its command line (`config.resume`)."""
 
 
 class WrongOverride(ValueError):
@@ -89,8 +91,8 @@ def put_setting(settings: dict[str, Any], place: str, value: Any) -> None:
         here = here.get(name) if isinstance(here, dict) else None
     if place in GROUPS or (isinstance(here, dict) and isinstance(here.get(last), dict)):
         raise WrongOverride(
-            f"{place}={value} is not a single setting: name one, e.g. trainer.learning_rate=1e-5. Another choice of a group "
-            "needs the whole command line: `telescope run … run_dir=RUN_DIR checkpoint.resume=true`"
+            f"{place}={value} is not a single setting: name one, e.g. trainer.learning_rate=1e-5. "
+            f"{_describe_other_choice(place)}"
         )
     if not isinstance(here, dict) or last not in here:
         guess = nearest(place, tuple(_places(settings)))
@@ -98,6 +100,15 @@ def put_setting(settings: dict[str, Any], place: str, value: Any) -> None:
             f"{place} is not a setting of this run.{f' Did you mean {guess}?' if guess else ''} docs/configuration.md has all"
         )
     here[last] = value
+
+
+def _describe_other_choice(group: str) -> str:
+    if group in FIXED:
+        return (
+            f"Another {group} would be another run, which can begin from this one's weights: `telescope export latest "
+            "--run-dir RUN_DIR --to FOLDER`, then `telescope run … model.name=FOLDER` (docs/resuming.md)"
+        )
+    return "Another choice of a group needs the whole command line: `telescope run … run_dir=RUN_DIR checkpoint.resume=true`"
 
 
 def _places(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

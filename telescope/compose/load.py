@@ -281,6 +281,11 @@ def _choose(override: Override, places: Places) -> tuple[list[str], list[ConfigP
     guesses = [nearest(str(name), options) if str(name) in wrong else str(name) for name in names]
     unguessed = None in guesses  # then what is said below the group's section makes no sense either
     more = " For a model that has no preset: model=any model.name=<id or folder>." if group == "model" else ""
+    more += (
+        " One of your own needs --config-dir FOLDER."
+        if places.user is None
+        else f" Your own are looked for in {places.user / group} and {places.user / 'plugins'}."
+    )
     problems = [
         ConfigProblem(
             group if unguessed else "", f"{group}={name}: there is no such option.{did_you_mean(name, options)}{more}"

@@ -37,7 +37,8 @@ Options:
 Every setting with its default and meaning: docs/settings/. Top level and sections:
 {sections}.
 Exit codes: 0 done · 1 wrong configuration, or an error that you have to mend · 2 wrong usage ·
-    70 a part failed for good · 75 stopped before its walltime, run it again · 129, 130, 143 interrupted
+    70 a part failed for good · 75 stopped in good order, by Ctrl-C or before its
+    walltime: go on with `telescope runs resume` · 129, 130, 143 interrupted
 """
 _DEFAULTS = {
     "algorithm": "grpo",

@@ -88,7 +88,7 @@ NAMES: dict[str, str] = {
     **dict.fromkeys(
         (
             *("megatron_global_batch_size", "megatron_disable_unified_memory_jit"),
-            *("megatron_overlap_cpu_optimizer_d2h_h2d", "megatron_fp8", "megatron_use_transformer_engine"),
+            "megatron_overlap_cpu_optimizer_d2h_h2d",
         ),
         _LATER,
     ),
@@ -96,8 +96,8 @@ NAMES: dict[str, str] = {
         f"megatron_{name}": f"backend.{name}"
         for name in (
             *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size"),
-            *("grad_reduce_in_fp32", "optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"),
-            *("exp_avg_dtype", "exp_avg_sq_dtype"),
+            *("grad_reduce_in_fp32", "use_transformer_engine", "fp8", "optimizer_cpu_offload", "optimizer_offload_fraction"),
+            *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"),
             *("gradient_checkpointing", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce"),
         )
     },

@@ -38,6 +38,8 @@ def unserved(config: RunConfig, device: str) -> str:
 def parity_limit(config: RunConfig, device: str) -> float:
     """In nats, by the coarser of what is served and what is computed with in training."""
     trained = getattr(config.backend, "mixed_precision_dtype", None) or config.model.dtype
+    if getattr(config.backend, "fp8", False):
+        trained = "fp8"
     return max(LIMITS_NATS[served_precision(config, device)], LIMITS_NATS[trained])
 
 

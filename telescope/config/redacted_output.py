@@ -59,6 +59,8 @@ class RedactedStream(io.TextIOBase):
 
     def __init__(self, stream: TextIO, hidden: frozenset[str] = frozenset()) -> None:
         self.stream, self.hidden = stream, hidden
+        self.failure: OSError | None = None
+        """Why something was not printed: the disk is full, or the reader is gone."""
         self._lines = RedactedLines(Redactor.of(os.environ, hidden), self._let_go)
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
         self._one_at_a_time = threading.RLock()
@@ -105,7 +107,16 @@ class RedactedStream(io.TextIOBase):
             return  # Python flushes once more when this object goes
         if not self.closed and self.isatty():
             self.let_go()
-        self.stream.flush()
+        with self._note_failure():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def _note_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
 
     def let_go(self) -> None:
         """What is there of a line that is not whole."""
@@ -114,7 +125,8 @@ class RedactedStream(io.TextIOBase):
 
     def _let_go(self, data: bytes) -> None:
         text = self._decoder.decode(data)
-        self.stream.write(_CONTROL.sub("", text) if self.isatty() else text)
+        with self._note_failure():
+            self.stream.write(_CONTROL.sub("", text) if self.isatty() else text)
 
 
 class _Buffer(io.RawIOBase):
@@ -151,7 +163,7 @@ def redact_output(hidden: Iterable[str] = ()) -> Iterator[None]:
             if isinstance(stream, RedactedStream):
                 with contextlib.suppress(OSError, ValueError):  # the reader is gone
                     stream.let_go()
-                    stream.stream.flush()
+                    stream.flush()
         sys.stdout, sys.stderr = before
 
 

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -259,9 +260,19 @@ class TrainerSettings(Settings):
         return betas
 
 
+_LOOPBACK = ipaddress.IPv4Network("127.0.0.0/8")
+
+
 def is_loopback(host: str | None) -> bool:
-    """Whether only this machine can reach `host`. A name other than localhost is taken for an open one."""
-    return host is None or host in ("localhost", "::1") or host.startswith("127.")
+    """Whether only this machine can reach `host`: localhost, an address in 127.0.0.0/8, ::1, or None, where a server binds by
+    itself. Any other name is taken for an open one, whatever it begins with."""
+    if host is None or host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address in _LOOPBACK if isinstance(address, ipaddress.IPv4Address) else address == ipaddress.IPv6Address("::1")
 
 
 def find_url_mistake(url: str) -> str:

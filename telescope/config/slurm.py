@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from telescope.settings import Settings
+from telescope.settings import FreeText, Settings
 
 _TIME = re.compile(r"^(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?$")
 BASE = 60
@@ -118,7 +118,7 @@ class SlurmSettings(Settings):
     checkpoint.stop_timeout_s, in which processes leave and files are closed."""
     array_parallelism: int = Field(default=256, ge=1, le=100_000)
     """Points of a sweep that may run at once (`--array=0-11%4`)."""
-    setup: tuple[str, ...] = ()
+    setup: Annotated[tuple[str, ...], FreeText] = ()
     """Shell lines before anything starts, e.g. `module load cuda`."""
     sbatch: tuple[str, ...] = ()
     """Further options of sbatch, e.g. `--mail-type=END`."""

@@ -15,11 +15,9 @@ proxy variables of the process's environment are not looked at.
 from __future__ import annotations
 
 import asyncio
-import logging
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -28,10 +26,11 @@ from pydantic import Field, SecretStr, model_validator
 
 from telescope.environments.breaker import Breaker, BreakerOpen
 from telescope.environments.failures import InfrastructureError
+from telescope.environments.http_client import open_client, read_body
 from telescope.settings import Settings
 
 T = TypeVar("T")
-MAX_BODY_BYTES = 4 << 20
+JSON = {"content-type": "application/json"}
 SHOWN = 300
 RETRIED_STATUSES = frozenset({408, 425, 429})
 LONGEST_PAUSE_S = 60.0
@@ -58,9 +57,8 @@ class ChatEndpoint:
 
     def __init__(self, base_url: str, model: str, *, api_key: str = "", timeout_s: float = 60.0, connections: int = 32) -> None:
         """Raises `ValueError` for an address that can't be asked."""
-        import httpx  # takes longer to import than all other modules of environments together
+        import httpx
 
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every request
         self.url = f"{parse_address(base_url).geturl().rstrip('/')}/chat/completions"
         try:
             _ = httpx.URL(self.url).host
@@ -68,17 +66,12 @@ class ChatEndpoint:
             raise ValueError(f"base_url={base_url!r} is not an address: {error}") from error
         self._model, self._timeout_s = model, timeout_s
         self._slots = asyncio.Semaphore(connections)
-        key = clean_key(api_key)
-        self._http = httpx.AsyncClient(
-            headers={
-                "content-type": "application/json",
-                "accept-encoding": "identity",  # a body counts as it comes: no small one may unpack to a large one
-                **({"authorization": f"Bearer {key}"} if key else {}),
-            },
+        self._http = open_client(
+            self.url,
+            clean_key(api_key),
+            takes_proxies=False,
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=None),
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # none is kept: each would lengthen all later requests
             timeout=None,  # of the whole request: see `chat`
-            trust_env=False,
             verify=ssl.create_default_context(),
         )
 
@@ -117,14 +110,11 @@ class ChatEndpoint:
                 is_new = is_new or event == "connection.connect_tcp.started"
 
             try:
-                async with self._http.stream("POST", self.url, content=request, extensions={"trace": see}) as response:
+                async with self._http.stream(
+                    "POST", self.url, content=request, headers=JSON, extensions={"trace": see}
+                ) as response:
                     answered = True
-                    body = bytearray()
-                    async for part in response.aiter_raw():
-                        body += part
-                        if len(body) > MAX_BODY_BYTES:
-                            raise ConnectionError(f"the answer has more than {MAX_BODY_BYTES} bytes")
-                    return response.status_code, response.headers, bytes(body)
+                    return response.status_code, response.headers, await read_body(response)
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
                 if is_new or answered:
                     raise

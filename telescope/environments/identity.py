@@ -1,4 +1,4 @@
-"""When two prompts are one: by what is put to the model, whatever else they carry.
+"""When two prompts are one: by what is put to the model, whatever else they carry, and however an accent is written.
 
 Splits are cut by it, so that a row that a file has twice is never on both sides; and what is evaluated is compared with what is
 trained on.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from telescope.environments.base import Prompt
 from telescope.environments.hashed_random import HashedRandom
@@ -29,8 +30,17 @@ def identify_question(prompt: Prompt) -> str:
 
 
 def _hash(turns: Sequence[object]) -> str:
-    text = json.dumps(turns, sort_keys=True, default=str, separators=(",", ":"))
+    text = json.dumps(_compose(turns), sort_keys=True, default=str, separators=(",", ":"))
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
+
+
+def _compose(value: Any) -> Any:
+    """The same with texts in NFC, in which a letter and its accent are one character."""
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value)
+    if isinstance(value, Mapping):
+        return {key: _compose(one) for key, one in value.items()}
+    return [_compose(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def divide(items: Sequence[T], count: int, key: Sequence[str | int], identity: Callable[[T], str]) -> tuple[list[T], list[T]]:

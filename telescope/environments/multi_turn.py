@@ -83,10 +83,14 @@ class MultiTurn(Environment):
                 chat.close()
             reward = await self.run_reward(self.reward, prompt, state, in_thread=self.in_threads)
         finally:
-            if type(self).end_state is not MultiTurn.end_state:  # else it would wait for a free thread for nothing
-                limit_s = END_STATE_LIMIT_S if self.call_limit_s is None else self.call_limit_s
-                await run_function(self.end_state, state, limit_s=limit_s, in_thread=self.in_threads)
+            await self.run_end_state(state)
         return replace(reward, tags=(*reward.tags, *tags)) if tags else reward
+
+    async def run_end_state(self, state: Any) -> None:
+        """`end_state`, where and for as long as it may run."""
+        if type(self).end_state is not MultiTurn.end_state:  # else it would wait for a free thread for nothing
+            limit_s = END_STATE_LIMIT_S if self.call_limit_s is None else self.call_limit_s
+            await run_function(self.end_state, state, limit_s=limit_s, in_thread=self.in_threads)
 
     async def run_method(self, function: Any, *arguments: Any) -> Any:
         """A method of a subclass, where and for as long as it may run."""

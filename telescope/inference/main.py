@@ -239,11 +239,13 @@ def build_engine(
     name: str = "server-0",
     scratch: Path | None = None,
     transport: Transport | None = None,
+    *,
+    fixed: bool = False,
 ) -> Engine:
     """The engine that `inference.engine` names, not started. For vLLM this sets the environment, so it goes before its import.
 
     `run` is the run's id, under which its weights lie in shared memory; `scratch` a folder of the server's own, for adapters;
-    `transport` by which its versions come, where that is known.
+    `transport` by which its versions come, where that is known. `fixed`: none will come, and nothing is kept ready for it.
     Raises `ModelNotFound`, `EngineRefused`.
     """
     folder = model_folder(config.model.name)
@@ -279,6 +281,10 @@ def build_engine(
         from telescope.inference.vllm.lora_engine import LoraEngine
 
         return LoraEngine(plan, config.weight_sync, scratch)
+    if fixed:
+        from telescope.inference.vllm.fixed_engine import FixedEngine
+
+        return FixedEngine(plan, config.weight_sync)
     from telescope.inference.vllm.engine import VllmEngine
 
     return VllmEngine(plan, config.weight_sync)

@@ -53,6 +53,24 @@ def interval(mean: float, error: float, prompts: int, level: float = 0.95) -> tu
     return mean - reach, mean + reach
 
 
+def share_interval(share: float, error: float, prompts: int, samples: int, level: float = 0.95) -> tuple[float, float]:
+    """Both ends of the interval of a share by Wilson's score (Wilson 1927), which stays within 0 and 1 and has a width where
+    all prompts agree: of n samples that tell as much, n = share (1 − share) / error², from the number of prompts to that of
+    all their samples (the effective sample size). With one sample a prompt n is the number of prompts.
+
+    Raises ValueError for no prompt, and for a share outside 0 and 1.
+    """
+    if prompts < 1 or not 0.0 <= share <= 1.0:
+        raise ValueError(f"a share of {share} over {prompts} prompts has no interval")
+    spread = share * (1.0 - share)
+    told = min(max(spread / error**2, prompts), prompts * samples) if error > 0.0 else float(prompts)
+    z = NormalDist().inv_cdf(0.5 + level / 2)
+    shrunk = 1.0 + z * z / told
+    centre = (share + z * z / (2 * told)) / shrunk
+    reach = z * math.sqrt(spread / told + (z / (2 * told)) ** 2) / shrunk
+    return max(0.0, centre - reach), min(1.0, centre + reach)
+
+
 def student_t(share: float, freedom: int) -> float:
     """The value below which a `share` of Student's t lies: in closed form for 1 and 2 degrees of freedom, else by the expansion
     around the normal one (Abramowitz and Stegun 26.7.5), whose error at 0.975 is below 0.006. Raises ValueError for none."""

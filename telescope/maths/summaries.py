@@ -12,6 +12,11 @@ import numpy as np
 
 Values = Sequence[float] | np.ndarray
 
+METRIC_LIMIT = 1e12
+"""Larger metrics of a rollout are mistakes: one alone would be all of a mean, and no digit of the others would be left."""
+_HUGE, _SCALE = 2.0**400, 2.0**600
+"""Beyond `_HUGE` sums of squares may overflow; then all is computed on numbers smaller by `_SCALE`, which no digit hinders."""
+
 
 def summary(values: Values) -> dict[str, float]:
     """`mean`, `std` (over exactly these values, ddof 0), `min` and `max`; `{}` for no values. The same to the last digit in
@@ -20,11 +25,12 @@ def summary(values: Values) -> dict[str, float]:
     if not len(known):
         return {}
     known.sort()
-    average = float(np.add.reduce(known)) / len(known)
-    apart = known - average
+    scale = _find_scale(known[0], known[-1])
+    average = float(np.add.reduce(known / scale)) / len(known)
+    apart = known / scale - average
     return {
-        "mean": average,
-        "std": math.sqrt(float(np.add.reduce(apart * apart)) / len(known)),
+        "mean": average * scale,
+        "std": math.sqrt(float(np.add.reduce(apart * apart)) / len(known)) * scale,
         "min": float(known[0]),
         "max": float(known[-1]),
     }
@@ -34,7 +40,20 @@ def mean(values: Values) -> float:
     """To the last digit whatever their order; of at least one."""
     known = np.array(values, np.float64)
     known.sort()
-    return float(np.add.reduce(known)) / len(known)
+    scale = _find_scale(known[0], known[-1])
+    return float(np.add.reduce(known / scale)) / len(known) * scale
+
+
+def pool_means(means: Sequence[float], counts: Sequence[int]) -> float:
+    """The mean over several parts, each known by its mean and its count; of at least one value."""
+    scale = _find_scale(min(means), max(means))
+    return math.fsum(one / scale * count for one, count in zip(means, counts, strict=True)) / sum(counts) * scale
+
+
+def _find_scale(lowest: float, highest: float) -> float:
+    """A power of 2 by which all finite numbers are divided, so that neither their sum nor that of their squares overflows; 1
+    for all that are not huge."""
+    return _SCALE if max(-lowest, highest) > _HUGE else 1.0
 
 
 def percentiles(values: Values, ranks: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
@@ -51,6 +70,9 @@ def gini(values: Values) -> float:
     The mean in the denominator is that of |x|, so that rewards of both signs stay finite; all zero is 0.
     """
     ordered = sorted(values)  # a group is small: numpy would cost ten times as much
+    scale = _find_scale(ordered[0], ordered[-1]) if ordered else 1.0
+    if scale != 1.0:
+        ordered = [value / scale for value in ordered]
     total = math.fsum(map(abs, ordered))
     if total == 0.0 or ordered[0] == ordered[-1]:
         return 0.0

@@ -7,7 +7,6 @@ nothing.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 
 from telescope.flow.groups import GroupState
-from telescope.maths.summaries import gini, mean, summary
+from telescope.maths.summaries import gini, mean, pool_means, summary
 from telescope.records import Record
 from telescope.wire.messages import RolloutResult
 
@@ -336,4 +335,4 @@ def _pool_means(several: Sequence[ScoreMeans]) -> dict[str, Any]:
 
 
 def _weigh(means: Sequence[Mean]) -> float:
-    return math.fsum(one.value * one.count for one in means) / sum(one.count for one in means)
+    return pool_means([one.value for one in means], [one.count for one in means])

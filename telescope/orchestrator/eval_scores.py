@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from telescope.maths.evals import interval, pass_at_k, pass_power_k, standard_error
+from telescope.maths.evals import interval, pass_at_k, pass_power_k, share_interval, standard_error
 from telescope.maths.summaries import mean
 from telescope.orchestrator.rollout_store import Rollout
 from telescope.records import Record
@@ -63,12 +63,14 @@ class EvalProgress(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class EvalScoring:
-    """How an eval is scored. `reward_min`: of its environment, where that is known. `setup`: how it is played, for its row."""
+    """How an eval is scored. `reward_min`, `reward_max`: of its environment, where they are known. `setup`: how it is played,
+    for its row."""
 
     pass_at_k: tuple[int, ...]
     pass_above: float
     reward_min: float | None = None
     setup: Mapping[str, Any] = field(default_factory=dict)
+    reward_max: float | None = None
 
 
 class EvalTally:
@@ -133,7 +135,7 @@ def measure(progress: EvalProgress, rules: EvalScoring) -> dict[str, Any]:
     rewards, passed = _by_prompt(progress, lowest, rules.pass_above)
     means = [mean(each) for each in rewards] if scores or rules.reward_min is not None else []
     whole, error = (mean(means), standard_error(means)) if means else (None, None)
-    low, high = interval(whole, error, len(means)) if whole is not None and error is not None else (None, None)
+    low, high = _find_interval(rewards, whole, error, rules) if whole is not None and error is not None else (None, None)
     versions = [version for score in scores for version in (score.version_first, score.version_last) if version >= 0]
     samples = progress.samples
     return {
@@ -151,6 +153,27 @@ def measure(progress: EvalProgress, rules: EvalScoring) -> dict[str, Any]:
         "version_first": min(versions, default=None),
         "version_last": max(versions, default=None),
     }
+
+
+def _find_interval(
+    rewards: Sequence[Sequence[float]], whole: float, error: float, rules: EvalScoring
+) -> tuple[float, float] | tuple[None, None]:
+    """Of the mean over prompts, within what rewards can be (docs/evals.md). None where all prompts are alike and the ends of
+    their rewards do not say how far others may be."""
+    seen = [reward for each in rewards for reward in each]
+    ends = (rules.reward_min, rules.reward_max)
+    if rules.reward_min is not None and rules.reward_max is not None and set(seen) <= set(ends):
+        bottom, width = rules.reward_min, rules.reward_max - rules.reward_min
+        share = min(max((whole - bottom) / width, 0.0), 1.0)
+        low, high = share_interval(share, error / width, len(rewards), len(rewards[0]))
+        return bottom + width * low, bottom + width * high
+    if error == 0.0:
+        return None, None
+    low, high = interval(whole, error, len(rewards))
+    return (
+        low if rules.reward_min is None else max(low, min(rules.reward_min, *seen)),
+        high if rules.reward_max is None else min(high, max(rules.reward_max, *seen)),
+    )
 
 
 def _by_prompt(progress: EvalProgress, lowest: float, pass_above: float) -> tuple[list[list[float]], list[int]]:
@@ -196,7 +219,7 @@ def describe(row: Mapping[str, Any]) -> str:
     if row["state"] != "complete":
         return f"{head}: {row['state']}"
     reward = "–" if row["reward"] is None else f"{row['reward']:.3f}"
-    error = "" if row["reward_error"] is None else f" ± {row['reward_error']:.3f}"
+    error = f" ± {row['reward_error']:.3f}" if row["reward_error"] else ""  # 0 of equal prompts would look certain
     passes = "".join(f", pass@{k} {value:.3f}" for k, value in row["pass_at"].items())
     failed = f", {row['failed']} failed" if row["failed"] else ""
     return f"{head}: reward {reward}{error}{passes} ({row['prompts']} prompts x {row['samples']}{failed})"

@@ -38,6 +38,7 @@ from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.saved_state import CannotGoOn, RunStart, start_run
 from telescope.orchestrator.training_health import ParityCheck
 from telescope.orchestrator.weight_coordinator import UpdateRules
+from telescope.runlog.attempts import Lineage
 from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root, steps
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
@@ -144,7 +145,8 @@ def _make_eval_rules(config: RunConfig, one: Eval) -> EvalRules:
 
 def _make_eval_scoring(config: RunConfig, one: Eval) -> EvalScoring:
     setup = list_setup(one, config.played[one.label], config.rollout, config.inference, config.model)
-    return EvalScoring(one.pass_at_k, one.pass_above, config.reward_min(one.label), setup)
+    low, ends = config.reward_min(one.label), config.reward_range(one.label)
+    return EvalScoring(one.pass_at_k, one.pass_above, low, setup, None if ends is None else ends[1])
 
 
 def _rules_of(curriculum: CurriculumSettings) -> PassRateRules:
@@ -224,7 +226,7 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
     recorder.resume(begun.counters, begun.history)
 
     def summarize() -> None:
-        recorder.write_summary(core.counts(), _make_summary(end.outcome, started))
+        recorder.write_summary(core.counts(), _make_summary(end.outcome, started, begun.lineage))
 
     async with AsyncExitStack() as opened:
         # closed in the opposite order: the summary before the log, whose sealing may be killed, and again with its last counts
@@ -373,12 +375,14 @@ def _interrupt(orchestrator: Orchestrator, supervisor: SupervisorChannel, number
         orchestrator.interrupt(number, stop.reason)
 
 
-def _make_summary(outcome: RunOutcome, started: float) -> dict[str, Any]:
+def _make_summary(outcome: RunOutcome, started: float, lineage: Lineage) -> dict[str, Any]:
     return {
         "ok": outcome.ok,
         "exit_reason": outcome.reason,
         "exit_code": outcome.exit_code,
         "lost_checkpoint": outcome.lost_checkpoint or None,
+        "attempt": lineage.attempt,
+        "resumed_after_step": lineage.step or None,
         "wall_s": round(time.monotonic() - started, 3),
         "versions": {"python": platform.python_version(), **_find_versions()},
     }

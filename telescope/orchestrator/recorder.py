@@ -101,6 +101,8 @@ class Recorder:
         self._prompts: dict[str, dict[str, int]] = {}
         self.tokens: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
+        self._trained_before_s = 0.0
+        """In attempts that this one goes on from."""
         self._generating_since: float | None = None
         self._unwritable: set[Path] = set()
         self._step_ends: list[float] = []
@@ -122,7 +124,7 @@ class Recorder:
         self.catch_up()
         return SummaryCounters(
             tokens=dict(self.tokens),
-            seconds=dict(self.seconds),
+            seconds=self._count_seconds(),
             out_of_range=dict(self.rewards.outside),
             updates_skipped=self.updates_skipped,
             cohorts=(*self._ended, *self._cohorts.save()),
@@ -136,6 +138,7 @@ class Recorder:
         """Go on where a checkpoint was made. `history`: the metrics of each step before it."""
         self.tokens.update(counters.tokens)
         self.seconds |= counters.seconds
+        self._trained_before_s = counters.seconds.get("training", 0.0)
         self.rewards.outside.update(counters.out_of_range)
         self.updates_skipped = counters.updates_skipped
         self.history = [{name: value for name, value in step.items() if value is not None} for step in history]
@@ -411,7 +414,7 @@ class Recorder:
             "reward_rollouts": latest.get("reward/policy/rollouts"),
             "exact": latest.get("sample/exact"),
             "sampled_tokens_per_s": latest.get("tokens_per_s/sampled"),
-            "lag": latest.get("staleness_mean"),
+            "lag": latest.get("staleness_mean"),  # one quantity, docs/glossary.md
             **self.evals.status,
             "alerts": self._alerts[0],
             "alert": self._alerts[1],
@@ -426,10 +429,15 @@ class Recorder:
         recent = self._step_ends[-PACE_STEPS:]
         return (recent[-1] - recent[0]) / (len(recent) - 1) * (self._steps - len(self.history))
 
+    def _count_seconds(self) -> dict[str, float]:
+        """By name, of this attempt and of those that it goes on from."""
+        if not self._step_ends:
+            return dict(self.seconds)
+        training = self._step_ends[-1] - (self._generating_since or self._step_ends[0])
+        return {**self.seconds, "training": self._trained_before_s + training}
+
     def write_summary(self, counts: Counts, fields: Mapping[str, Any]) -> None:
         """Write summary.json: what the run did, in one page. Called again, it replaces what it wrote."""
-        if self._step_ends:
-            self.seconds["training"] = self._step_ends[-1] - (self._generating_since or self._step_ends[0])
         first, last = map(pool, self._ends.choose())
         summary = {
             "steps": len(self.history),
@@ -463,7 +471,7 @@ class Recorder:
                 "discarded": counts.tokens_discarded,
                 "lost": counts.tokens_lost,
             },
-            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "seconds": {name: round(value, 3) for name, value in self._count_seconds().items()},
             "log": {
                 "rows_dropped": self._log.counters.dropped,
                 "rows_unlogged": self._log.counters.unlogged + self._log.counters.waiting,

@@ -20,6 +20,7 @@ from msgspec import UNSET, UnsetType
 from telescope.algorithms.base import SampledRollout
 from telescope.flow import events
 from telescope.maths import turn_credit
+from telescope.maths.summaries import METRIC_LIMIT
 from telescope.records import FailureKind, RolloutOrder, Trajectory
 from telescope.wire.messages import Generate, RequestGrant, RolloutError, RolloutResult
 from telescope.wire.peer_events import Delivery
@@ -292,8 +293,11 @@ def _find_wrong_shape(result: RolloutResult, arrays: tuple[np.ndarray, ...]) -> 
 
 
 def _find_wrong_number(result: RolloutResult) -> str:
-    if not np.isfinite(result.reward):
-        return f"its reward is {result.reward}"
+    if not abs(result.reward) <= turn_credit.REWARD_LIMIT:  # NaN is not
+        return f"its reward is {result.reward}, and it must be a number within ±{turn_credit.REWARD_LIMIT:.0e}"
+    for name, value in result.metrics.items():
+        if not abs(value) <= METRIC_LIMIT:
+            return f"its metric {name!r} is {value}, and it must be a number within ±{METRIC_LIMIT:.0e}"
     if not 0 < result.temperature < np.inf:
         return f"its temperature is {result.temperature}"
     longest = result.branch_lengths[0] if result.branch_lengths else LIMIT

@@ -58,7 +58,10 @@ def describe_trainer_memory(memory: TrainerMemory, ranks: int) -> str:
     }
     said = ", ".join(f"{name} {_gib(part)}" for name, part in parts.items() if part)
     host = f" It has {_gib(memory.host)} in its host's memory besides." if memory.host else ""
-    return f"A trainer rank of {ranks} needs about {_gib(memory.total)} at its peak; not all at once: {said}.{host}"
+    return (
+        f"A trainer rank of {ranks} needs about {_gib(memory.needed)}: tensors of {_gib(memory.total)} at their peak, the "
+        f"runtime, and what the allocator can't use. Tensors, not all at once: {said}.{host}"
+    )
 
 
 def describe_spare(spare: SpareMemory, card: GpuCard) -> str:

@@ -218,6 +218,11 @@ class RunDirectory:
         return self.path / "evals"
 
     @property
+    def served(self) -> Path:
+        """Weights of checkpoints while `telescope serve` or `chat` has them (cli/served_model.py)."""
+        return self.path / "served"
+
+    @property
     def wandb(self) -> Path:
         return self.path / "wandb"
 

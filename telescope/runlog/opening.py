@@ -60,6 +60,9 @@ class RunStatusFile(msgspec.Struct, frozen=True):
     reward: float | None = None
     eval_rewards: dict[str, EvalReward] = {}
     best_checkpoint: BestCheckpointFile | None = None
+    state: str = ""
+    missing: tuple[str, ...] = ()
+    """Processes that are not ready; the first of them where there are many."""
 
 
 class ExitFile(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import orjson
 from telescope.runlog.attempts import CountedRows, read_lineage
 from telescope.runlog.files import DamagedFile, open_file
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.schema import COMMON, STREAMS
+from telescope.runlog.schema import COMMON, STREAMS, Kind
 from telescope.runlog.sealing import segment_rows
+
+_KINDS: dict[Kind, tuple[type, ...]] = {"int": (int,), "float": (float, int), "str": (str,), "bool": (bool,)}
+"""Python's types of a column's values; those of JSON may be any."""
 
 
 def rows(run: RunDirectory, stream: str) -> list[dict[str, Any]]:
@@ -35,8 +39,8 @@ def newest_rows(
     run: RunDirectory, stream: str, damaged: list[DamagedFile], columns: Collection[str] = ()
 ) -> Iterator[dict[str, Any]]:
     """The same rows for those who look: the newest file first, of each its last row first, and little of it in memory at a
-    time, so that whoever has seen enough may leave. What can't be used is added to `damaged` and passed over. `columns`: those
-    that are wanted, where not all are."""
+    time, so that whoever has seen enough may leave. What can't be used is added to `damaged` and passed over: a file, or what
+    is not of its column's kind, which its row then lacks. `columns`: those that are wanted, where not all are."""
     before: tuple[CountedRows, ...] = ()
     try:
         before = read_lineage(run).before
@@ -66,17 +70,39 @@ def _newest_of_attempt(
         except DamagedFile as error:
             damaged.append(error)
         seen.update((writer, row["seq"]) for row in held)
-        yield from ((writer, row) for row in reversed(held))
+        check = _KindCheck(segment, stream, damaged)
+        yield from ((writer, check.keep_sound(row)) for row in reversed(held))
     for block in sorted((run.path / "blocks" / stream).glob("*.parquet"), key=_number_of, reverse=True):
-        writer = block.stem.rsplit("-", 1)[0]
+        writer, check = block.stem.rsplit("-", 1)[0], _KindCheck(block, stream, damaged)
         try:
             for row in _newest_of_block(block, stream, columns):
                 if (writer, row["seq"]) not in seen:
-                    yield writer, row
+                    yield writer, check.keep_sound(row)
         except FileNotFoundError:
             continue
         except DamagedFile as error:
             damaged.append(error)
+
+
+class _KindCheck:
+    """Whether the rows of one file have what their columns say; the first that has not is noted."""
+
+    def __init__(self, path: Path, stream: str, damaged: list[DamagedFile]) -> None:
+        self._path, self._damaged = path, damaged
+        self._kinds = {name: _KINDS[kind] for name, kind in {**COMMON, **STREAMS[stream].columns}.items() if kind in _KINDS}
+        self._noted = False
+
+    def keep_sound(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row without what is null, or of another kind than its column."""
+        wrong = [name for name, value in row.items() if name in self._kinds and type(value) not in self._kinds[name]]
+        if not wrong:
+            return row
+        told = [name for name in wrong if row[name] is not None]
+        if told and not self._noted:
+            self._noted = True
+            shown = reprlib.repr(row[told[0]])
+            self._damaged.append(DamagedFile(self._path, f"is damaged: row {row['seq']} has {told[0]}={shown}"))
+        return {name: value for name, value in row.items() if name not in wrong}
 
 
 def _number_of(block: Path) -> str:

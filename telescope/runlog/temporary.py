@@ -25,10 +25,11 @@ _BEING_MADE_S = 60.0
 _MOST_NOTED_BYTES = 1 << 20
 
 
-def make(prefix: str = PREFIX) -> Path:
-    """A new folder for this process, readable by its user alone. It goes when somebody sweeps after the process's end."""
-    sweep(prefix)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=_base()))
+def make(prefix: str = PREFIX, base: Path | None = None) -> Path:
+    """A new folder for this process, readable by its user alone, below `base` (None: where the system has its temporary ones).
+    It goes when somebody sweeps there after the process's end."""
+    sweep(prefix, base)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base or _base()))
     making = folder / f"{_LOCK}.new"
     descriptor = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # open as long as the process lives
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -36,9 +37,9 @@ def make(prefix: str = PREFIX) -> Path:
     return folder
 
 
-def sweep(prefix: str = PREFIX) -> None:
+def sweep(prefix: str = PREFIX, base: Path | None = None) -> None:
     """Remove this user's folders that nobody holds any more."""
-    for folder in _base().glob(f"{prefix}*"):
+    for folder in (base or _base()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError), _open_own_folder(folder) as own:
             if _left(own):
                 discard(folder)

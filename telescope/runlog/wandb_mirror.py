@@ -2,7 +2,9 @@
 
 One thread talks to the client; a slow, absent or failing W&B costs rows of the mirror and one warning, never a step. Works
 whole with WANDB_MODE=offline. Owns no credential: the client finds its own login. Owns no metric either: a key of W&B is a key
-of the step's metrics, named where it is counted (orchestrator/cohorts.py and recorder.py, the backends).
+of the step's metrics, and is renamed where it is counted: orchestrator/cohorts.py and recorder.py for rewards, groups and
+times, orchestrator/eval_scores.py for evals, backends/ and algorithms/ for the loss (docs/architecture.md, "Where does this
+line live?").
 """
 
 from __future__ import annotations

@@ -23,9 +23,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from telescope.config import plugins
-from telescope.config.run import RunConfig, keep_references
+from telescope.config.run import RunConfig, as_json, keep_references
 from telescope.config.secrets import find_references, secret_values
 from telescope.environments.base import Environment, Prompt
+from telescope.environments.questions.rows import NoRows
 from telescope.environments.validate import (
     describe_not_awaitable,
     find_class_mistake,
@@ -53,7 +54,7 @@ class LoadedEnvironment:
     prompts: dict[str, Sequence[Prompt]]
     card: EnvironmentCard
     secrets: frozenset[str] = frozenset()
-    """Values that must not reach the run directory."""
+    """Values that must not reach the run directory: of all variables that the run's settings refer to, wherever they do."""
     set_up_timeout_s: float = 300.0
     tear_down_timeout_s: float = 10.0
     temperature: float | None = None
@@ -97,8 +98,7 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
         if not prompts.get("train"):
             raise ValueError("it has no prompts in its train split")
         _refuse(find_class_mistake(kind))
-        referring = [*(other.kwargs for other in config.played.values()), config.cluster.env]
-        secrets = secret_values(os.environ, referring)
+        secrets = secret_values(os.environ, as_json(config))
         card = make_card(label, environment, prompts, entry.kwargs)
         return LoadedEnvironment(
             label,
@@ -127,6 +127,8 @@ def _broken_by_name(config: RunConfig, label: str) -> Iterator[type[Environment]
     place = f"{place} in {inspect.getfile(kind)}"
     try:
         yield kind
+    except NoRows as error:  # a whole sentence about the user's data, which no file of code would explain
+        raise EnvironmentBroken(f"{entry_name}: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         setting = ".".join(map(str, first["loc"]))

@@ -22,6 +22,7 @@ from telescope.environments.base import Prompt, Reward
 from telescope.environments.chat import Recording
 from telescope.environments.failures import GraderError, PolicyError
 from telescope.maths import turn_credit
+from telescope.maths.summaries import METRIC_LIMIT
 from telescope.maths.turn_credit import REWARD_LIMIT
 from telescope.records import FailureKind, RolloutOrder
 from telescope.wire.messages import RolloutError, RolloutResult
@@ -45,14 +46,14 @@ class BadReward(GraderError):
 
 def check_reward(reward: Reward) -> Reward:
     """The same with plain numbers. Raises `BadReward` unless the total and every metric is a finite one, the total within
-    `REWARD_LIMIT` and the sum of its turns, where it has them."""
+    `REWARD_LIMIT` and the sum of its turns, where it has them, and each metric within `METRIC_LIMIT`."""
     if not isinstance(reward, Reward):
         raise BadReward(f"play returned {type(reward).__name__}, not a Reward")
     if not isinstance(reward.metrics, Mapping):
         raise BadReward(f"the reward's metrics are {_name_type(reward.metrics)}, not a dict of numbers")
     with _refuse_formless("numbers"):
         total = _as_number("total", reward.total)
-        metrics = {name: _as_number(name, value) for name, value in reward.metrics.items()}
+        metrics = {name: _as_metric(str(name), value) for name, value in reward.metrics.items()}
     if abs(total) > REWARD_LIMIT:
         raise BadReward(f"the reward's total is {total!r}, beyond ±{REWARD_LIMIT:.0e}: scale the environment's rewards")
     turns = _check_turns(total, reward.turns)
@@ -84,11 +85,23 @@ def check_turn_count(reward: Reward, answers: int) -> None:
         )
 
 
-def _as_number(name: object, value: object) -> float:
+def _as_number(name: str, value: object) -> float:
     """What is checked is what is sent: a number of a class of its own may say one thing and convert to another."""
-    number = float(value) if isinstance(value, Real) else math.nan
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        raise BadReward(f"the reward's {name} is a whole number too large for a float: scale it") from None
     if not math.isfinite(number):
         raise BadReward(f"the reward's {name} is {value!r}, not a finite number")
+    return number
+
+
+def _as_metric(name: str, value: object) -> float:
+    number = _as_number(f"metric {name!r}", value)
+    if abs(number) > METRIC_LIMIT:
+        raise BadReward(
+            f"the reward's metric {name!r} is {number!r}, beyond ±{METRIC_LIMIT:.0e}: scale it, or give its logarithm"
+        )
     return number
 
 

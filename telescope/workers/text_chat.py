@@ -8,13 +8,14 @@ other failures whoever ordered the rollout tries again. Refuses to know the envi
 from __future__ import annotations
 
 import asyncio
-import logging
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -23,6 +24,7 @@ from telescope.config.sections import RemoteServer
 from telescope.environments.answer_parsers import Answer
 from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.chat import ChatError, DialogueRecord, Recording
+from telescope.environments.http_client import BodyRefused, open_client, read_body
 from telescope.environments.validate import find_message_mistake
 from telescope.maths.support import Support
 from telescope.records import FinishReason, Sampling
@@ -31,6 +33,8 @@ CAUSE_CHARACTERS = 500
 """Of a refusal, as many are told."""
 UNLIMITED = 1 << 30
 """Tokens left in a context whose size nobody tells."""
+LONGEST_CONTEXT = 100_000_000
+"""Tokens of a prompt: what `inference.max_model_len` may be at most."""
 CONNECT_S = 30.0
 BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 """The request is turned away for now, and is none the worse for it."""
@@ -45,22 +49,30 @@ class RemoteFailed(ChatError):
     """The server did not answer, or not with an answer."""
 
 
+@dataclass(frozen=True)
+class _RemoteAnswer:
+    status_code: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode("utf-8", "replace")
+
+
 class ChatCompletions:
     """The client of one worker. `timeout_s`: of one answer. Raises `SecretMissing`."""
 
     def __init__(self, server: RemoteServer, timeout_s: float) -> None:
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every request
         self._server = server
         self._limit_name = LIMIT
         self._has_answered = False
         self.refusal = ""
         """Why the server takes no request with this key; empty as long as it does."""
         key: str | None = reveal(server.api_key)
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-        self._client = httpx.AsyncClient(
-            headers=headers, timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)), limits=limits
-        )
+        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
+        self._client = open_client(server.url, key, timeout=timeout, limits=limits)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -68,8 +80,8 @@ class ChatCompletions:
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], sampling: Sampling, deadline: float = math.inf
     ) -> tuple[str, FinishReason, int, int]:
-        """(text, why it ended, prompt tokens, completion tokens); 0 tokens where the server does not count them. A busy server
-        is asked again up to `deadline`, of `time.monotonic`. Raises `RemoteFailed`."""
+        """(text, why it ended, prompt tokens, completion tokens); 0 tokens where the server does not count them, or says what
+        can't be. A busy server is asked again up to `deadline`, of `time.monotonic`. Raises `RemoteFailed`."""
         url = f"{self._server.url.rstrip('/')}/chat/completions"
         body = self._make_body(messages, sampling)
         answer, wait_s = await self._post(url, body), FIRST_WAIT_S
@@ -86,7 +98,7 @@ class ChatCompletions:
             self._note_refusal(url, answer)
             raise RemoteFailed(_describe_refusal(url, answer))
         self._has_answered = True
-        return _read(url, answer)
+        return _read(url, answer, sampling.max_tokens)
 
     def _make_body(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -104,21 +116,26 @@ class ChatCompletions:
             body["stop"] = list(sampling.stop)
         return body
 
-    async def _post(self, url: str, body: dict[str, Any]) -> httpx.Response:
+    async def _post(self, url: str, body: dict[str, Any]) -> _RemoteAnswer:
         """Where the server wants the limit under its other name, the body has that from then on, and so have later ones."""
         try:
-            answer = await self._client.post(url, json=body)
+            answer = await self._post_once(url, body)
             if LIMIT in body and answer.status_code in REFUSED_LIMIT and OTHER_LIMIT in answer.text:
                 renamed = {OTHER_LIMIT if name == LIMIT else name: value for name, value in body.items()}
-                again = await self._client.post(url, json=renamed)
+                again = await self._post_once(url, renamed)
                 if again.status_code not in REFUSED_LIMIT:
                     self._limit_name, answer = OTHER_LIMIT, again
                     body[OTHER_LIMIT] = body.pop(LIMIT)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, BodyRefused) as error:
             raise RemoteFailed(f"{url}: {str(error) or type(error).__name__}") from error
         return answer
 
-    def _note_refusal(self, url: str, answer: httpx.Response) -> None:
+    async def _post_once(self, url: str, body: Mapping[str, Any]) -> _RemoteAnswer:
+        async with self._client.stream("POST", url, json=body) as response:
+            said = await read_body(response)
+            return _RemoteAnswer(response.status_code, response.headers, said)
+
+    def _note_refusal(self, url: str, answer: _RemoteAnswer) -> None:
         """401 is of the key; 403 too, unless others were answered: some servers refuse single requests with it."""
         refused = answer.status_code == httpx.codes.UNAUTHORIZED
         if refused or (answer.status_code == httpx.codes.FORBIDDEN and not self._has_answered):
@@ -127,11 +144,11 @@ class ChatCompletions:
             self.refusal = f"{_describe_refusal(url, answer)}: {key}; --key-env VARIABLE names what holds the right one"
 
 
-def _describe_refusal(url: str, answer: httpx.Response) -> str:
+def _describe_refusal(url: str, answer: _RemoteAnswer) -> str:
     return f"{url} answered {answer.status_code}: {answer.text[:CAUSE_CHARACTERS]}"
 
 
-def _read_retry_after(answer: httpx.Response) -> float:
+def _read_retry_after(answer: _RemoteAnswer) -> float:
     """Seconds until it may be asked again; 0 where it does not say, or says at once."""
     said = answer.headers.get("Retry-After", "").strip()
     try:
@@ -144,19 +161,25 @@ def _read_retry_after(answer: httpx.Response) -> float:
     return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
-def _read(url: str, answer: httpx.Response) -> tuple[str, FinishReason, int, int]:
+def _read(url: str, answer: _RemoteAnswer, max_tokens: int) -> tuple[str, FinishReason, int, int]:
     try:
-        body = answer.json()
+        body = json.loads(answer.body)
         choice, usage = body["choices"][0], body.get("usage") or {}
         text, reason = choice["message"].get("content"), choice.get("finish_reason")
-        prompt, completion = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        prompt = _take_count(usage.get("prompt_tokens"), LONGEST_CONTEXT)
+        completion = _take_count(usage.get("completion_tokens"), max_tokens)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise RemoteFailed(f"{url}: its answer is not a chat completion: {answer.text[:CAUSE_CHARACTERS]}") from error
     if text is None:
         raise RemoteFailed(f"{url}: its answer has no text: {_explain_absence(choice['message'], reason)}")
     if not isinstance(text, str):
         raise RemoteFailed(f"{url}: the content of its answer is not text: {answer.text[:CAUSE_CHARACTERS]}")
     return text, "length" if reason == "length" else "stop", prompt, completion
+
+
+def _take_count(said: object, most: int) -> int:
+    """What a server counted; 0, as where it does not count, for what no count of at most `most` tokens is."""
+    return said if type(said) is int and 0 <= said <= most else 0
 
 
 def _explain_absence(message: Mapping[str, Any], reason: object) -> str:
@@ -172,6 +195,14 @@ def _explain_absence(message: Mapping[str, Any], reason: object) -> str:
     return f"its content is null (finish_reason {reason})"
 
 
+class TextServer(Protocol):
+    """Who answers a text dialogue; see `ChatCompletions.ask`."""
+
+    async def ask(
+        self, messages: Sequence[Mapping[str, Any]], sampling: Sampling, deadline: float = math.inf
+    ) -> tuple[str, FinishReason, int, int]: ...
+
+
 MakeSampling = Callable[[int, int | None], Sampling]
 """(turn, lower limit of this answer) -> how it is sampled."""
 
@@ -179,9 +210,7 @@ MakeSampling = Callable[[int, int | None], Sampling]
 class _TextRecord(DialogueRecord):
     """With the server that is asked, and until when."""
 
-    def __init__(
-        self, server: ChatCompletions, make_sampling: MakeSampling, closed: Callable[[], None], timeout_s: float
-    ) -> None:
+    def __init__(self, server: TextServer, make_sampling: MakeSampling, closed: Callable[[], None], timeout_s: float) -> None:
         super().__init__(closed)
         self.server, self.make_sampling = server, make_sampling
         self.deadline = time.monotonic() + timeout_s
@@ -280,7 +309,7 @@ class TextChat(TextDialogue):
 
     def __init__(
         self,
-        server: ChatCompletions,
+        server: TextServer,
         make_sampling: MakeSampling,
         closed: Callable[[], None] = lambda: None,
         timeout_s: float = math.inf,

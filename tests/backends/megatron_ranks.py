@@ -34,6 +34,7 @@ from telescope.backends.megatron.stages import EMBEDDING as EMBEDDING_NAME
 from telescope.backends.megatron.state import MOMENTS
 from telescope.maths.support import WHOLE, Support
 from telescope.weights.buckets import buckets, lay_out
+from tests.backends import engine_stub
 from tests.backends.four_ranks import forked, meet
 from tests.backends.megatron_watching import Watching, on_cpu, watch
 from tests.backends.models import random_experts, random_model, random_other
@@ -126,6 +127,8 @@ PP2, PP4 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 4}
 ROUND = {"virtual_pipeline_size": 2}
 OVERLAPPED = {"overlap_grad_reduce": True}
 WHOLE_ROWS, WHOLE_MOMENTS = {"sequence_parallel": False}, {"use_distributed_optimizer": False}
+ENGINE = {"use_transformer_engine": True}
+"""Modules named like those of Transformer Engine, which a CPU has."""
 CUT, MIXED = Support(top_k=40, top_p=0.9), (0.7, 1.0, 1.6)
 CASES = {
     "1": Case(1),
@@ -222,6 +225,11 @@ CASES = {
     "CP 2, TP 2, EP 2, experts, replayed": Case(
         4, "experts", CP2 | TP2 | EP2 | {"gradient_checkpointing": "full"}, algorithm=ALL_PENALTIES, replayed=True
     ),
+    "1, of an engine, qwen2": Case(1, "qwen2", ENGINE),
+    "TP 2, of an engine, computed again": Case(2, settings=TP2 | ENGINE | {"gradient_checkpointing": True}),
+    "TP 2, of an engine, whole rows": Case(2, settings=TP2 | ENGINE | WHOLE_ROWS),
+    "EP 2, TP 2, of an engine, experts": Case(2, "experts", EP2 | TP2 | ENGINE),
+    "PP 2, TP 2, of an engine, round": Case(4, "qwen3 deep", PP2 | TP2 | ROUND | ENGINE, algorithm=ALL_PENALTIES),
 }  # fmt: skip
 ROWS = "rows"
 EXPERTS, NORMS, EMBEDDING = "experts", "_allreduce_non_tensor_model_parallel_grads", "_allreduce_word_embedding_grads"
@@ -284,6 +292,9 @@ def share(case: Case, rank: int, step: int = 1) -> TrainShard:
 
 def build(case: Case, model: str, rank: int, **changes: Any) -> Watching:
     job = replace(make(case, model, World(rank, case.ranks, "cpu")), **changes)
+    if case.settings.get("use_transformer_engine"):
+        with mock.patch("telescope.backends.megatron.backend.engine_modules", engine_stub.modules):
+            return watch(job, **case.settings)
     if case.bucket_size is None:
         return watch(job, **case.settings)
     config = partial(DistributedDataParallelConfig, bucket_size=case.bucket_size)
@@ -368,6 +379,7 @@ RESUMED = {
     "CP 2, TP 2": Case(4, settings=CP2 | TP2),
     "CP 2, PP 2, half": Case(4, settings=CP2 | PP2 | HALF),
     "CP 2, whole moments": Case(2, settings=CP2 | WHOLE_MOMENTS),
+    "TP 2, DP 2, of an engine": Case(4, settings=TP2 | ENGINE),
     "1": Case(1),
     "DP 2, half, half of it hosted": Case(2, settings=HALF | HOSTED | {"optimizer_offload_fraction": 0.5}),
     "DP 2, half, whole moments, hosted": Case(2, settings=HALF | WHOLE_MOMENTS | HOSTED),
@@ -382,6 +394,8 @@ AS_WITHOUT = {
 """Of these, whose weights and moments are in host memory between updates: the one that is the same without."""
 MOVED = {
     "1 of four": ("TP 2, DP 2", Case(1)),
+    "an engine of four": ("TP 2, DP 2", Case(2, settings=TP2 | ENGINE)),
+    "1 of an engine": ("TP 2, DP 2, of an engine", Case(1)),
     "PP 2 of four": ("TP 2, DP 2", Case(2, settings=PP2)),
     "1 of two stages": ("PP 2, TP 2", Case(1)),
     "EP 2 of four": ("EP 2, TP 2, DP 2, experts", Case(2, "experts", EP2)),

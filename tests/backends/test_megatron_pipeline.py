@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.backends.megatron.schedule import StagePass, forwards, one_forward_one_backward, receives
+from telescope.backends.megatron.pipeline_order import StagePass, forwards, one_forward_one_backward, receives
 from telescope.backends.megatron.stages import cut_layers
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here: the extra `megatron` brings it")
 
@@ -41,6 +42,132 @@ def test_where_megatron_core_is_missing_the_line_that_installs_it_is_named(monke
     (sentence,) = obstacles(Megatron())
     assert "pip install 'megatron-core>=0.16,<0.17'" in sentence
     assert obstacles(Megatron(), elsewhere=True) == [], "what another host has is not known here"
+
+
+@pytest.mark.parametrize(
+    ("settings", "instead"),
+    [
+        ({"use_transformer_engine": True}, "use_transformer_engine=auto"),
+        ({"fp8": True}, "fp8=false"),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "fp8=false"),
+        ({"gradient_accumulation_fusion": True}, "gradient_accumulation_fusion=false"),
+    ],
+)
+def test_what_needs_transformer_engine_is_refused_without_it(monkeypatch, settings: dict[str, Any], instead: str):
+    monkeypatch.setattr(megatron, "has_engine", lambda: False)
+    (sentence,) = obstacles(Megatron(**settings))
+    assert sentence.startswith(f"backend.{next(iter(settings))}=")
+    assert "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.11,<2.12' where the ranks run" in sentence
+    assert sentence.endswith(f"or set {instead}")
+    assert obstacles(Megatron(**settings), elsewhere=True) == [], "what another host has is not known here"
+    monkeypatch.setattr(megatron, "has_engine", lambda: True)
+    assert obstacles(Megatron(**settings)) == []
+    (sentence,) = obstacles(Megatron(**settings, mixed_precision_dtype=None))
+    assert sentence.endswith(f"is in float32: set backend.mixed_precision_dtype=bfloat16, or {instead}")
+
+
+def test_auto_takes_transformer_engine_where_it_is_there_and_computes_the_precision():
+    assert Megatron().takes_engine("float32", there=True), "the forward pass is in bfloat16"
+    assert not Megatron().takes_engine("float32", there=False)
+    exact = Megatron(mixed_precision_dtype=None)
+    assert (exact.takes_engine("float32", there=True), exact.takes_engine("float16", there=True)) == (False, True)
+    assert not Megatron(use_transformer_engine=False).takes_engine("float32", there=True)
+    assert not Megatron(gradient_checkpointing="selective").takes_engine("float32", there=True), "its products can't be kept"
+    assert Megatron(gradient_checkpointing="selective", fp8=True).takes_engine("float32", there=True)
+    assert all(
+        Megatron(**each).takes_engine("float32", there=False) for each in ({"fp8": True}, {"use_transformer_engine": True})
+    )
+    assert [Megatron(fp8=each).fp8_format for each in (False, True, "e4m3", "hybrid")] == [None, "e4m3", "e4m3", "hybrid"]
+
+
+def test_an_engine_without_its_binding_for_torch_is_named(monkeypatch):
+    """megatron-core dies of it when it is imported."""
+    job = make_job()
+
+    def broken(name: str, *_: Any, **__: Any) -> Any:
+        raise FileNotFoundError("Could not find shared object file for Transformer Engine torch lib.")
+
+    monkeypatch.setattr("builtins.__import__", broken_import(broken))
+    on_gpu = replace(job, world=replace(job.world, device="cuda:0"))
+    with pytest.raises(ValueError, match=r"installed without its binding for torch.* or pip uninstall transformer-engine$"):
+        Megatron().build(on_gpu)
+
+
+def broken_import(broken: Any) -> Any:
+    known = __import__
+
+    def imported(name: str, *given: Any, **told: Any) -> Any:
+        return (broken if name == "telescope.backends.megatron.backend" else known)(name, *given, **told)
+
+    return imported
+
+
+def test_fp8_is_refused_where_gpu_or_precision_have_none_of_it(monkeypatch):
+    monkeypatch.setattr(megatron, "has_engine", lambda: True)
+    assert obstacles(Megatron(fp8=True), capability=lambda: 8) == [
+        "backend.fp8=true needs a GPU of compute capability 9 (Hopper), and this one has 8: set backend.fp8=false"
+    ]
+    assert obstacles(Megatron(fp8=True), capability=lambda: None) == [], "not known"
+    (sentence,) = obstacles(Megatron(fp8="e4m3", mixed_precision_dtype="float16"))
+    assert sentence.endswith("the forward pass is in float16: set backend.mixed_precision_dtype=bfloat16")
+
+
+def test_settings_of_transformer_engine_that_exclude_each_other_are_named():
+    for settings, instead in (({"fp8": True}, "fp8=false"), ({"gradient_accumulation_fusion": True}, "fusion=false")):
+        (sentence,) = errors(Megatron(**settings, use_transformer_engine=False), 1)
+        assert "backend.use_transformer_engine=false has others: set use_transformer_engine=auto, or " in sentence
+        assert sentence.endswith(instead)
+    (sentence,) = errors(Megatron(gradient_accumulation_fusion=True, overlap_grad_reduce=True), 1)
+    assert sentence.endswith("set one of them to false")
+    (sentence,) = errors(Megatron(num_layers_at_end_in_bf16=2), 1)
+    assert sentence.endswith("set fp8=true, or num_layers_at_end_in_bf16=0")
+    assert errors(Megatron(fp8=True, num_layers_at_start_in_bf16=1, gradient_accumulation_fusion=True), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "sentence"),
+    [
+        ({}, {}, r"multiples of 128, and its hidden_size is 32 wide on each of .*: set fp8_recipe=tensorwise, or another"),
+        (
+            {"fp8_recipe": "tensorwise"},
+            {"hidden_size": 40},
+            r"multiples of 16, and its hidden_size is 40 .*: set fp8=false, or",
+        ),
+        (
+            {"fp8_recipe": "tensorwise", "tensor_parallel_size": 2},
+            {"intermediate_size": 48},
+            r"intermediate_size is 24 wide on each of backend\.tensor_parallel_size=2 ranks: set fp8=false, or another tensor",
+        ),
+        (
+            {"fp8_recipe": "tensorwise", "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 1},
+            {},
+            r"num_layers_at_start_in_bf16=2 and num_layers_at_end_in_bf16=1 are more than its 2 layers: set fewer$",
+        ),
+    ],
+)
+def test_widths_that_fp8_cannot_multiply_are_refused(
+    tmp_path, settings: dict[str, Any], changes: dict[str, Any], sentence: str
+):
+    model = random_model(tmp_path / "model", **changes)
+    with pytest.raises(UnfitModel, match=sentence):
+        architecture.read(Megatron(fp8=True, **settings), make_job(model=model))
+    assert architecture.read(Megatron(), make_job(model=model)).facts.layers == 2
+
+
+def test_layers_at_both_ends_may_stay_in_bfloat16(tmp_path):
+    """As megatron-core reads its configuration."""
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+
+    known = architecture.read(Megatron(), make_job(model=random_model(tmp_path / "model", num_hidden_layers=5)))
+
+    def kept(**settings: Any) -> list[int]:
+        config = architecture.core_config(known, Megatron(fp8="hybrid", **settings), torch.bfloat16)
+        assert (config.fp8, config.fp8_recipe, config.disable_parameter_transpose_cache) == ("hybrid", "blockwise", True)
+        return [layer for layer in range(5) if is_first_last_bf16_layer(config, layer)]
+
+    assert kept() == []
+    assert kept(num_layers_at_start_in_bf16=1) == [0]
+    assert kept(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2) == [0, 3, 4]
 
 
 def test_attention_that_cannot_work_is_refused_as_with_fsdp():

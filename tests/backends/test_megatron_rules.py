@@ -56,15 +56,16 @@ def shape(table: TensorMap, name: str, size: int) -> tuple[int, ...]:
     return (rows, *shapes[0][1:])
 
 
+@pytest.mark.parametrize("norm_enters", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_all_tensors_come_back_as_they_were(kind: str, tied: bool, size: int):
+def test_all_tensors_come_back_as_they_were(kind: str, tied: bool, size: int, norm_enters: bool):
     whole = tensors(kind, tied)
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in whole}
     for rank in range(size):
-        table = TensorMap(facts(kind, tied), shapes, rank, size, rank, size)
+        table = TensorMap(facts(kind, tied), shapes, rank, size, rank, size, norm_enters=norm_enters)
         mine = cut(table, whole)
         for name, rule in table.rules.items():
             local = torch.full(shape(table, name, size), -1.0, dtype=torch.float64)
@@ -114,6 +115,20 @@ def test_every_parameter_has_one_rule():
     names = [rule.parameter for rule in rules(facts("qwen3", False))]
     assert len(names) == len(set(names)) == 2 * 8 + 3
     assert named() == "Llama, Mistral, Qwen2 (and 2.5), Qwen3 (dense) and Qwen3-MoE"
+
+
+def test_a_norm_that_is_part_of_a_product_is_named_after_it_and_that_before_experts_is_not():
+    apart, within = ({rule.parameter for rule in rules(facts("qwen3_moe", False), norm_enters=each)} for each in (False, True))
+    assert apart - within == {
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.1.input_layernorm.weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+    }
+    assert within - apart == {
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+    }
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 
 import pytest
 
@@ -102,3 +104,24 @@ def test_where_nothing_is_offered_bash_completes_files():
         ["bash", "-c", SCRIPTS["bash"] + "\ncomplete -p telescope"], capture_output=True, text=True, check=True
     )
     assert "-o default" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["runs", "--help"], ["show", "--help"], ["completion", "bash"], ["env", "--help"]]
+)
+def test_what_cannot_be_printed_is_one_sentence_and_an_exit_code(arguments: list[str], tmp_path):
+    command = [sys.executable, "-m", "telescope", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    name = "telescope" if arguments == ["--help"] else f"telescope {arguments[0]}"
+    assert done.stderr == f"{name}: standard output can't be written: No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_a_reader_that_has_gone_is_told_nothing():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "telescope", "completion", "bash"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -18,9 +18,10 @@ from telescope._launch.prepare_attempt import ResumePoint, begin_at
 from telescope.cli import eval as command
 from telescope.cli.completion import candidates
 from telescope.cli.eval_compare import PromptScore, compare, pair_prompts
-from telescope.cli.eval_jobs import EvalJob, EvalRefused, describe_key, digest_evals, list_jobs
+from telescope.cli.eval_jobs import EvalJob, digest_evals, list_jobs
 from telescope.cli.resume import WrongOverride
 from telescope.cli.start import way_to_look
+from telescope.cli.targets import TargetRefused, describe_key
 from telescope.config.evals import list_setup
 from telescope.config.models import model_folder
 from telescope.config.resume import find_obstacles_to_resume
@@ -103,11 +104,11 @@ def test_the_last_checkpoint_is_the_default_and_steps_are_named_in_any_order(tmp
     run = make_run(tmp_path / "run", config(), [2, 4])
     assert [job.config.number_of_steps for job in jobs_of(run)] == [4]
     assert [job.config.number_of_steps for job in jobs_of(run, steps="4,0,4")] == [4, 0]
-    with pytest.raises(EvalRefused, match="no checkpoint of step 3; there are 2, 4"):
+    with pytest.raises(TargetRefused, match="no checkpoint of step 3; there are 2, 4"):
         jobs_of(run, steps="3")
     with pytest.raises(WrongOverride, match="give numbers with commas between"):
         jobs_of(run, steps="two")
-    with pytest.raises(EvalRefused, match=r"has no checkpoint .*--steps 0"):
+    with pytest.raises(TargetRefused, match=r"has no checkpoint .*--steps 0"):
         jobs_of(make_run(tmp_path / "young", config()))
 
 
@@ -192,12 +193,12 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path):
     assert job.is_played
     for other, overrides in (("tiny_reverse", ("evals.countdown={}",)), ("tiny", ("evals.countdown={num_prompts:3}",))):
         (another,) = list_jobs(other, given, overrides)
-        with pytest.raises(EvalRefused, match="holds the result of another model"):
+        with pytest.raises(TargetRefused, match="holds the result of another model"):
             _ = another.is_played
     trained = make_run(tmp_path / "trained", config())
     (onto,) = list_jobs("tiny", asked(to=trained.path), ("evals.countdown={}",))
     for act in (lambda: onto.is_played, lambda: onto.prepare(print)):
-        with pytest.raises(EvalRefused, match="holds a run of another command: name another folder with --to"):
+        with pytest.raises(TargetRefused, match="holds a run of another command: name another folder with --to"):
             act()
 
 
@@ -236,7 +237,7 @@ def test_a_step_that_was_trained_anew_is_played_anew(tmp_path: Path):
     assert len(list(new.folder.parent.glob(f"{new.folder.name}.before-*"))) == 1
     assert list(find_standalone(run)) == []
     old.weights.mkdir()
-    with pytest.raises(EvalRefused, match="was trained anew meanwhile"):
+    with pytest.raises(TargetRefused, match="was trained anew meanwhile"):
         old.prepare(print)
 
 
@@ -311,7 +312,7 @@ def test_a_job_that_is_refused_leaves_the_others_to_be_played(
         make_played(job, ("countdown", "complete"))
 
     def gone(self: EvalJob, say: Any) -> RunConfig:
-        raise EvalRefused("no complete checkpoint of step 2")
+        raise TargetRefused("no complete checkpoint of step 2")
 
     monkeypatch.setattr(EvalJob, "prepare", gone)
     assert command.main([str(run.path), "--steps", "all", "--json"]) == 1
@@ -419,9 +420,11 @@ def test_a_key_goes_where_it_is_meant_to(monkeypatch: pytest.MonkeyPatch):
     reference = "${oc.env:OPENAI_API_KEY}"
     assert key_of("https://host:1/v1") == (reference, "The key in OPENAI_API_KEY is sent to host:1.")
     assert key_of("http://127.0.0.1:1/v1")[0] == reference
-    unsent, said = key_of("http://host/v1")
-    assert unsent is None
-    assert "OPENAI_API_KEY is not sent in plain text" in said
+    assert key_of("http://[::1]:1/v1")[0] == reference
+    for other in ("host", "127.evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "[::ffff:8.8.8.8]", "127.1"):
+        unsent, said = key_of(f"http://{other}/v1")
+        assert unsent is None
+        assert "OPENAI_API_KEY is not sent in plain text" in said
     sent, said = key_of("http://host/v1", "OPENAI_API_KEY")
     assert sent == reference
     assert "in plain text: who sees the network can read it" in said

@@ -331,6 +331,9 @@ def test_resume_says_what_it_cannot_change_and_which_setting_was_meant(tmp_path:
     assert runs.main(["resume", str(run.path), "number_of_stps=9"]) == 2
     assert "number_of_stps is not a setting of this run. Did you mean number_of_steps?" in capsys.readouterr().err
     assert runs.main(["resume", str(run.path), "algorithm=rloo"]) == 2
-    assert "algorithm=rloo is not a single setting" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "algorithm=rloo is not a single setting" in said
+    assert "`telescope export latest" in said
+    assert "checkpoint.resume=true" not in said  # which would be refused as well
     assert runs.main(["resume", str(run.path), "trainer.lerning_rate=1"]) == 2
     assert "Did you mean trainer.learning_rate?" in capsys.readouterr().err

@@ -114,6 +114,18 @@ def shown(run: RunDirectory, capsys: pytest.CaptureFixture[str], *options: str) 
     return capsys.readouterr().out
 
 
+def test_a_run_that_never_left_its_start_up_says_who_was_not_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = RunDirectory.create(tmp_path / "run")
+    write_identity(run, new_identity("mine", datetime.now(UTC), ""))
+    run.config_json.write_text(json.dumps(CONFIG))
+    run.exit_json.write_text('{"exit_code": 130, "interrupted": 2}')
+    said = "".join(shown(run, capsys).split())
+    assert f"orchestrator never became ready. Read {run.path}/logs/orchestrator.log.".replace(" ", "") in said
+    run.status_json.write_text('{"state": "starting", "missing": ["server-0", "worker-0"]}')
+    said = "".join(shown(run, capsys).split())
+    assert f"server-0 and 1 more never became ready. Read {run.path}/logs/server-0.log.".replace(" ", "") in said
+
+
 def test_every_part_of_the_page_is_read_from_the_rows(run: RunDirectory, capsys: pytest.CaptureFixture[str]):
     page = shown(run, capsys, "--width", "100")
     assert page.startswith(f"{run.path} · done · step 12 of 12\n  Reward 0.1 → 0.45 over 12 versions of the weights: higher (")
@@ -127,7 +139,8 @@ def test_every_part_of_the_page_is_read_from_the_rows(run: RunDirectory, capsys:
     assert lines["held"][-2:] == ["0", "0.5"]
     assert "2 times, steps 0 to 10, standard error of the last 0.02" in page
     said = " ".join(page.split())
-    assert "10 begun, 8 scored; 2 discarded for equal rewards (25% of the scored), with a mean reward of 0; 2 of them" in said
+    assert "10 begun, 8 scored; 2 discarded for equal rewards (20% of the begun, as in the curve, 25% of the scored)" in said
+    assert "of the scored), with a mean reward of 0; 2 of them" in said
     assert "with 0 throughout; 1 too old; 1 failed" in said
     assert "groups failed: no luck × 1" in page
     assert "sums: 3 of 19 attempts failed" in page

@@ -118,7 +118,7 @@ CASES: dict[str, tuple[RunFigures, RunFigures, str, str]] = {
         figures(groups=GroupFigures(begun=100, complete=90, discarded=60, discarded_reward=0.02, discarded_all_zero=50)),
         figures(groups=GroupFigures(begun=100, complete=90, discarded=44, discarded_reward=0.02, discarded_all_zero=44)),
         "60 of 90 scored groups had equal rewards, 0.02 on average, 50 of them 0 throughout",
-        "rollout.group_size=16",
+        "telescope env check my_sums 'file=/data/a b.jsonl'",
     ),
     "too easy": (
         figures(groups=GroupFigures(begun=100, complete=90, discarded=60, discarded_reward=0.9)),

@@ -60,3 +60,14 @@ def test_the_best_is_a_mean_of_neighbours_and_not_one_lucky_value():
     long = make_curve("x", [0.0] * 590 + [1.0] * 10)
     assert long is not None
     assert (len(long.points), long.best) == (BUCKETS, 1.0)
+
+
+def test_numbers_whose_squares_would_overflow_are_drawn_too():
+    assert draw([-1e308, 1e308, 0], 60) == "▁█▅"
+    for values in ([1e200, 0.0, 1.0, 1e200], [1.7e308, 1.7e308, -1.7e308, 0.5]):
+        for weights in (None, [1e308, 1.0, 5e-324, 1.0], [1e308] * 4):
+            curve = make_curve("x", values, weights)
+            assert curve is not None
+            assert curve.error is None or math.isfinite(curve.error)
+            assert math.isfinite(curve.best)
+            assert len(draw(curve.points, 60)) == len(curve.points)

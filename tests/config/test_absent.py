@@ -147,6 +147,14 @@ def test_an_environment_of_the_users_own_is_asked_in_a_process_like_a_worker(own
     assert absent("env=[own]", f"cluster.env={{PUZZLES: {puzzles}}}", config_dir=own) == []  # a worker's variables
 
 
+def test_what_is_wrong_with_the_users_rows_comes_as_its_sentence_alone(tmp_path: Path) -> None:
+    file = tmp_path / "words.jsonl"
+    file.write_text('{"question": "a", "answer": "b"}\n{"qestion": "a", "answer": "b"}\n')
+    (found,) = absent("env=[questions]", f"environments.questions.kwargs.path={file}")
+    assert found.startswith(f"environments.questions: {file}, line 2 has no column 'question'")
+    assert ".py" not in found
+
+
 def test_an_empty_data_file_is_told(own: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     (found,) = absent("env=[own]", f"environments.own.kwargs.file={tmp_path}/empty.txt", config_dir=own)
@@ -160,7 +168,7 @@ def test_an_environment_that_takes_long_or_dies_is_left_to_its_worker(
     file.write_text(OWN.replace("        texts =", "        import threading; threading.Event().wait(60)\n        texts ="))
     monkeypatch.setattr(preflight, "REHEARSAL_S", 1.0)
     assert absent("env=[own]", config_dir=own) == []
-    assert "environments.own was not checked to its end within 1 s, so its worker will say what it lacks" in caplog.text
+    assert "environments.own was not checked to its end: its check_data took more than 1 s, as on a busy machine" in caplog.text
     caplog.clear()
     file.write_text(OWN.replace("        texts =", "        os._exit(3)\n        texts ="))
     monkeypatch.setattr(preflight, "REHEARSAL_S", 60.0)

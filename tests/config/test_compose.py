@@ -57,13 +57,18 @@ def test_a_typo_in_a_preset_file_is_refused(user):
 def test_wrong_options_and_wrong_settings_are_listed_together():
     point = compose_one("algorithm=cipso", "algorithm.clip_hihg=1", "env=[countdwn]", "seed=x", "rollout.max_tokens=999")
     assert sentences(point).splitlines() == [
-        "algorithm=cipso: there is no such option. Did you mean cispo?",
-        "env=countdwn: there is no such option. Did you mean countdown?",
+        "algorithm=cipso: there is no such option. Did you mean cispo? One of your own needs --config-dir FOLDER.",
+        "env=countdwn: there is no such option. Did you mean countdown? One of your own needs --config-dir FOLDER.",
         "seed='x' must be a whole number",
         "algorithm.clip_hihg=1: there is no such setting. Did you mean algorithm.clip_high?",
         "rollout.max_tokens=999 must be below inference.max_model_len=256, which holds the prompt too: lower "
         "rollout.max_tokens, or raise inference.max_model_len",
     ]
+
+
+def test_a_wrong_option_has_the_folders_in_which_it_was_looked_for(user):
+    said = sentences(compose_one("env=[equation]", config_dir=user))
+    assert f"Your own are looked for in {user / 'env'} and {user / 'plugins'}." in said
 
 
 def test_a_misspelt_group_gets_its_name():

@@ -157,6 +157,7 @@ def test_every_preset_is_the_same_to_any_reader_of_yaml() -> None:
         assert yaml.safe_load(file.read_text()) == OmegaConf.to_container(OmegaConf.load(file), resolve=False), file
 
 
+@pytest.mark.timeout(600)
 def test_hydra_alone_composes_every_choice_as_we_do() -> None:
     """Without Telescope being importable."""
     places = places_for(None)

@@ -42,9 +42,10 @@ def test_a_name_of_the_table_is_not_one_of_ours_at_that_place():
     ("typed", "told"),
     [
         ("megatron_tensor_parallel_size=2", "It is backend.tensor_parallel_size here."),
+        ("megatron_fp8=true", "It is backend.fp8 here."),
         ("megatron_optimizer_cpu_offload=true", "It is backend.optimizer_cpu_offload here."),
         ("megatron_main_params_dtype=float32", "It is model.dtype here."),
-        ("megatron_fp8=true", "The Megatron backend does not have it yet."),
+        ("megatron_global_batch_size=8", "The Megatron backend does not have it yet."),
         ("inference_num_workers=2", "It is cluster.inference_num_workers here."),
         ("checkpoint_every=5", "It is checkpoint.every here."),
         ("clip_ratio_c=3", "It is algorithm.dual_clip_c here."),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,8 +12,19 @@ from telescope._launch.preflight import find_obstacles
 from telescope._launch.process_environment import make_child_environment
 from telescope._launch.process_plan import Host, make_plan
 from telescope.compose.resolve import resolve
-from telescope.config.run import config_hash, dump_run
-from telescope.config.secrets import SecretMissing, is_secret_name, redacted, reveal, reveal_all, scrubbed, secret_values
+from telescope.config.free_text import is_free, is_free_text
+from telescope.config.run import RunConfig, as_yaml, config_hash, dump_run
+from telescope.config.secrets import (
+    SecretMissing,
+    find_references,
+    is_secret_name,
+    redacted,
+    reveal,
+    reveal_all,
+    scrubbed,
+    secret_values,
+)
+from telescope.settings import Settings
 from tests.config.conftest import compose_one, sentences, write
 
 
@@ -143,6 +156,67 @@ def test_a_reference_in_free_text_stays_whatever_its_name_whole_or_embedded(comp
     assert "PGPASSWORD}" in dump_run(point.config)
     assert "s3cr3t" not in dump_run(point.config)
     assert "s3cr3t" in json.dumps(reveal_all(point.config.environments["leak"].kwargs, PASSWORD))
+
+
+@pytest.mark.parametrize("given", ["note=${oc.env:PGPASSWORD}", "judge={url: 'http://me:${oc.env:PGPASSWORD}@host'}"])
+def test_an_eval_of_its_own_keeps_references_as_an_environment_does(compose_leak, monkeypatch, given):
+    evals = "+evals.mine.environment=leak", f"+evals.mine.kwargs.{given}", "+evals.mine.kwargs.folder=/"
+    point = compose_leak(*evals)
+    assert not sentences(point)
+    assert "s3cr3t" not in dump_run(point.config) + as_yaml(point.config)
+    assert find_references(json.loads(dump_run(point.config))) == {"PGPASSWORD"}
+    monkeypatch.setenv("PGPASSWORD", PASSWORD["PGPASSWORD"])
+    assert "s3cr3t" in point.config.environment("mine").model_dump_json()
+
+
+def test_a_typed_setting_of_an_eval_is_recorded_and_text_is_not():
+    place = ("evals", "mine", "kwargs")
+    for entry in ({"environment": "countdown"}, None):
+        container = {"evals": {"mine": entry, "countdown": {}}}
+        label = "mine" if entry else "countdown"
+        assert not is_free_text((place[0], label, place[2], "num_train"), container)
+    assert is_free_text((*place, "x"), {"evals": {"mine": {"environment": "not_there"}}})
+    assert not is_free_text(("evals", "mine", "environment"), {})
+    assert not is_free_text(("model", "name"), {})
+
+
+def list_fields(kind: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[Settings], str]]:
+    """Every setting below a class: its place, the class that has it, its name."""
+    if isinstance(kind, type) and issubclass(kind, Settings):
+        for name, field in kind.model_fields.items():
+            yield (*place, name), kind, name
+            yield from list_fields(field.annotation, (*place, name))
+    else:
+        for inner in get_args(kind):
+            yield from list_fields(inner, (*place, "one") if str(kind).startswith("dict") else place)
+
+
+def test_no_setting_that_takes_anything_is_forgotten():
+    """Each setting whose type says nothing of what stands in it keeps references: one that is added tomorrow, too. Whoever
+    adds it sees to it that the process which needs its values reads them (`reveal_all`), and names it here."""
+    free = set()
+    for place, kind, name in list_fields(RunConfig):
+        field = kind.model_fields[name]
+        if is_free(name, field):
+            assert is_free_text((*place, "x"), {}), place
+            free.add(".".join(place))
+        else:
+            assert "Any" not in str(field.annotation), place
+            assert "dict[str, str]" not in str(field.annotation), place
+    assert free == {
+        *("environments.one.kwargs", "evals.one.kwargs", "weight_sync.transport_kwargs", "inference.vllm"),
+        *("inference.api_key", "inference.remote.api_key", "cluster.env", "cluster.slurm.setup"),
+    }
+
+
+def test_no_class_of_settings_stands_outside_the_run():
+    seen = {kind for _, kind, _ in list_fields(RunConfig)}
+    known, found = set(), [Settings]
+    while found:
+        for kind in found.pop().__subclasses__():
+            found.append(kind)
+            known |= {kind} if kind.__module__.startswith("telescope.config.") else set()
+    assert known <= seen | {kind for one in seen for kind in one.__mro__}
 
 
 TYPED = """

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from telescope.maths.evals import interval, pass_at_k, pass_power_k, standard_error, student_t
+from telescope.maths.evals import interval, pass_at_k, pass_power_k, share_interval, standard_error, student_t
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
@@ -60,6 +60,25 @@ def test_intervals_use_students_t(freedom: int, table: float) -> None:
     low, high = interval(1.0, 0.5, freedom + 1)
     assert high - low == pytest.approx(table, abs=0.006)
     assert (high + low) / 2 == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("right", "prompts", "low", "high"), [(81, 263, 0.2553, 0.3662), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)]
+)
+def test_intervals_of_a_share_are_wilsons(right: int, prompts: int, low: float, high: float) -> None:
+    """Of Newcombe 1998, table I, method 3."""
+    answers = [1.0] * right + [0.0] * (prompts - right)
+    error = standard_error(answers)
+    assert error is not None
+    assert share_interval(right / prompts, error, prompts, 1) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+
+
+def test_samples_of_a_prompt_narrow_the_interval_of_a_share_as_far_as_they_differ() -> None:
+    def width(error: float) -> float:
+        low, high = share_interval(0.5, error, 25, 4)
+        return high - low
+
+    assert width(0.05) == width(0.01) < width(0.07) < width(0.1) == width(0.2)  # n from 100 samples down to 25 prompts
 
 
 def test_one_prompt_has_no_interval() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import logging
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -237,7 +239,7 @@ def test_chat_lists_are_prompts_and_their_last_message_may_be_the_answer(tmp_pat
             "q.jsonl",
             '{"question": "a", "answer": "1"}\n',
             {"held_out": None},
-            "held_out=1 of 1 questions leaves none to train on",
+            "has 1 different questions, too few to hold some out for evals",
         ),
         (
             "q.jsonl",
@@ -435,3 +437,71 @@ def test_a_data_set_of_the_hub_is_read_by_its_own_loader(tmp_path: Path, monkeyp
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **more: load(f"hub/{name}", *rest, **more))
     task = Questions(path="sums", eval_split="test")
     assert (len(task.prompts("train")), asked(task.prompts("eval"))) == (18, ["18 + 1?", "19 + 1?"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("q.jsonl", rb'{"question": "\ud800 a", "answer": "1"}', r"line 1, column 'question' holds .*half of a character"),
+        ("q.jsonl", b'{"question": "a", "answer": "1", "answer": "2"}', r"line 1 has the column 'answer' more than once"),
+        ("q.jsonl", b'{"question": "a", "answer": {"x": 1, "x": 2}}', r"in column 'answer' has 'x' more than once"),
+        ("q.csv", b"question,answer,answer\na,1,2\n", r"q\.csv has 2 columns called 'answer': rename all but one"),
+        ("q.jsonl", '{"question": "a", "answer": "1"}\n'.encode("utf-16"), r"q\.jsonl .* UTF-16.*: write it as UTF-8"),
+        ("q.json", '[{"question": "a", "answer": "1"}]'.encode("utf-16-le"), r"q\.json .* UTF-16.*: write it as UTF-8"),
+        ("q.csv", "question,answer\na,1\n".encode("utf-16"), r"q\.csv .* UTF-16.*: write it as UTF-8"),
+        ("q.jsonl", b'{"question": "a", "answer": "1"}\r{"question": "b", "answer": "2"}\r', "carriage return alone"),
+        ("q.jsonl", b'{\n  "question": "a",\n  "answer": "1"\n}\n', r"line 1 is not JSON.*goes over several lines: write one"),
+        (
+            "q.jsonl.gz",
+            gzip.compress(b'{"question": "a", "answer": "1"}\n' * 99)[:-12],
+            r"q\.jsonl\.gz can't be read: it is not",
+        ),
+        ("q.jsonl.gz", gzip.compress(b"x" * 99)[:12] + b"\xff" * 30, r"q\.jsonl\.gz can't be read: it is not whole"),
+    ],
+)
+def test_what_a_spoiled_file_is_is_said_by_its_name(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(NoRows, match=said):
+        Questions(path=str(tmp_path / name), held_out=0).check_data()
+
+
+def test_bytes_of_a_table_are_utf8_text_or_refused_by_row_and_column(tmp_path: Path) -> None:
+    file = tmp_path / "q.parquet"
+    parquet.write_table(pa.table({"question": [b"rev \xc3\xa9"], "answer": pa.array([b"0"], pa.large_binary())}), file)
+    [prompt] = Questions(path=str(file), held_out=0).prompts("train")
+    assert (prompt.turns[-1]["content"], prompt.answer) == ("rev é", "0")
+    parquet.write_table(pa.table({"question": [b"a", b"\xff"], "answer": ["1", "2"]}), file)
+    with pytest.raises(NoRows, match=r"q\.parquet, row 2: column 'question' holds bytes that are not UTF-8, b'\\xff'"):
+        Questions(path=str(file), held_out=0).check_data()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_a_column_may_have_a_dot_in_its_name(suffix: str, tmp_path: Path) -> None:
+    path = str(write(tmp_path / f"q.{suffix}", [{"question": "a", "right.one": "1", "right": "2"}]))
+    [prompt] = Questions(path=path, answer_field="right.one", held_out=0).prompts("train")
+    assert prompt.answer == "1"
+
+
+@pytest.mark.parametrize("pattern", ["a{99999999999999999999}", "(" * 5000 + "a" + ")" * 5000])
+def test_a_pattern_that_python_cannot_take_is_refused_in_a_sentence(pattern: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        Questions(path="q.jsonl", scoring="regex", pattern=pattern)
+    path = str(write(tmp_path / "q.jsonl", [{"question": "a", "answer": pattern}]))
+    with pytest.raises(NoRows, match=r"q\.jsonl, line 1: column 'answer' .* not a regular expression"):
+        Questions(path=path, scoring="regex", held_out=0).check_data()
+
+
+def test_a_question_is_on_one_side_however_its_accents_are_written(tmp_path: Path) -> None:
+    forms = [{"question": f"{cafe} {n}", "answer": "1"} for n in range(20) for cafe in ("caf\u00e9", "cafe\u0301")]
+    task = Questions(path=str(write(tmp_path / "q.jsonl", forms)), held_out=10)
+    train, held_out = (
+        {unicodedata.normalize("NFC", text) for text in asked(task.prompts(split))} for split in ("train", "eval")
+    )
+    assert (len(train), len(held_out)) == (15, 5)
+    assert len(set(identities(task, "eval"))) == 5
+
+
+def test_too_few_questions_to_hold_some_out_are_not_blamed_on_a_setting_that_nobody_set(tmp_path: Path) -> None:
+    task = Questions(path=str(write(tmp_path / "q.jsonl", [{"question": "a", "answer": "1"}] * 30)))
+    with pytest.raises(NoRows, match=r"q\.jsonl has 1 different questions, too few to hold some out for evals"):
+        task.check_data()

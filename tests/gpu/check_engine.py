@@ -1,7 +1,8 @@
 """The vLLM engine on one GPU, whichever version is installed: `python -m tests.gpu.check_engine`.
 
-Log-probs against transformers in float32, an update in flight with the versions of its tokens, an abort, a refused part. Exits
-0 only if all hold. No pytest module: machines without a GPU have nothing to say about it.
+Log-probs against transformers in float32, both ways by which they come (also where requests are preempted), an update in flight
+with the versions of its tokens, an abort, a refused part. `VLLM_USE_V2_MODEL_RUNNER=0` or 1 chooses the model runner. Exits 0
+only if all hold. No pytest module: machines without a GPU have nothing to say about it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from telescope.records import Sampling
 from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 from tests.gpu.needed import need_gpus
 from tests.gpu.references import References
-from tests.inference.models import make_model
+from tests.inference.models import make_model, over_kept_cache
 
 RUN = "gpu-check"
 COLD = 0.3
+BLOCKS = 400
+"""Of the cache, 16 tokens each: too few for 256 answers at once."""
 CLOSE = 0.1
 """Mean |difference| in nats between bfloat16 served and float32; other weights are apart by more than 1."""
 
@@ -44,7 +47,9 @@ def tensors(folder: Path) -> list[tuple[str, Any]]:
 
 async def check(old: Path, new: Path) -> Facts:
     facts: Facts = []
-    settings = InferenceSettings(http=False, max_model_len=1024, gpu_memory_utilization=0.3, cuda_graphs="off")
+    settings = InferenceSettings(
+        http=False, max_model_len=1024, gpu_memory_utilization=0.3, cuda_graphs="off", vllm={"num_gpu_blocks_override": BLOCKS}
+    )
     plan = ServerPlan(ModelSettings(name="old"), old, settings, "gpu", 256, 0, RUN)
     engine = VllmEngine(plan, WeightSyncSettings())
     publisher, references = SharedMemoryPublisher(RUN), References()
@@ -61,6 +66,7 @@ async def check(old: Path, new: Path) -> Facts:
             begun = time.monotonic()
             await asyncio.gather(*(engine.generate(f"m{attempt}-{i}", prompt, Sampling(1.0, 6, i), 0) for i in range(256)))
             facts.append(("256 requests", True, f"{time.monotonic() - begun:.3f} s"))
+        facts += await both_ways(engine)
         facts += await update_in_flight(engine, publisher, references, prompt, old, new)
         facts += await abort(engine, prompt)
         whole = publisher.publish(2, tensors(old))
@@ -75,6 +81,24 @@ async def check(old: Path, new: Path) -> Facts:
         begun = time.monotonic()
         await engine.close()
         facts.append(("closed", True, f"{time.monotonic() - begun:.1f} s"))
+    return facts
+
+
+async def both_ways(engine: VllmEngine) -> Facts:
+    """Log-probs kept in the worker against those that come with each token, of requests that take the cache from each other."""
+    path, random = engine.logprobs, np.random.default_rng(0)
+    kept = not path.asked
+    facts: Facts = [("log-probs are kept in the worker", kept, "")]
+    if kept:
+        path.asked = True
+        before = path.compared
+        cuts: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}]
+        prompts = [random.integers(5, 90, 5 + index % 40).astype(np.int32) for index in range(256)]
+        orders = [Sampling((0.0, 0.6, 1.0)[index % 3], 50 + index, index, **cuts[index % 4]) for index in range(256)]
+        await asyncio.gather(*(engine.generate(f"both-{i}", prompts[i], orders[i], 0) for i in range(256)))
+        path.asked = False
+        said = f"{path.apart} of {path.compared - before} apart, {engine.load.preemptions} preemptions"
+        facts.append(("both ways are alike", not path.apart and engine.load.preemptions > 0, said))
     return facts
 
 
@@ -97,9 +121,10 @@ async def update_in_flight(
         ("update", state.checksum == manifest.checksum, f"pause {state.pause_s * 1000:.1f} ms"),
         ("versions", min(counts.values()) > 0 and sum(counts.values()) == len(answer.ids) == 900, str(counts)),
     ]
-    for version_, folder, other in ((0, old, new), (1, new, old)):
+    for version_, other in ((0, new), (1, old)):
         mine = answer.versions == version_
-        apart = np.abs(answer.logprobs - references.logprobs(folder, prompt, answer.ids, COLD))[mine].mean()
+        kept = over_kept_cache(references.model, prompt, answer, {0: old, 1: new}, COLD)
+        apart = np.abs(answer.logprobs - kept)[mine].mean()
         far = np.abs(answer.logprobs - references.logprobs(other, prompt, answer.ids, COLD))[mine].mean()
         facts.append((f"tokens of version {version_}", apart < 3 * CLOSE < far, f"own weights {apart:.3f}, other {far:.3f}"))
     return facts

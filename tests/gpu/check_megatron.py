@@ -1,15 +1,20 @@
 """backend=megatron on one, two or four GPUs against backend=fsdp:
-`python -m tests.gpu.check_megatron [--gpus 2] [--only "PP 2"] [--speed]`.
+`python -m tests.gpu.check_megatron [--gpus 2] [--only "PP 2"] [--speed [NAME ...]]`.
 
 The same batch and weights by both: log-probs, loss, every parameter's gradient, the weights after one step of AdamW. In
 float32 (TF32 off) a gradient is within 1e-5 of FSDP's, by ‖g - g′‖ / ‖g‖ of each tensor; in bfloat16 within 2e-2 of FSDP's in
 float32, or within twice FSDP's own distance in bfloat16. The worst tensor is named. Then two checks of itself: a checkpoint is
 gone on with, in float32 to the bit, and a sum over ranks that is left out is found. Models with experts share them out over two
-GPUs, with and without recorded routing (`--models experts "experts, replayed"`: those alone). `--only` takes worlds whose name
-has that in it. `--states` steps weights and moments of 0.9 GB that lie in host memory, or moments in bfloat16, beside torch's
-AdamW, to the bit, and nothing else. `--speed` times a model of Qwen3-0.6B's shape beside FSDP, with `--only hosted` or
-`--only rounded` one with such states alone. Exits 0 only if all hold. `--device cpu` runs the same on a CPU. No pytest module:
-it needs GPUs.
+GPUs, with and without recorded routing (`--models experts "experts, replayed"`: those alone).
+
+Worlds whose name has `TE` or `FP8` in it want Transformer Engine, and are left out where it is not installed: its layers are
+held to what bfloat16 is, FP8 to `FP8_FAR`. On one GPU a sample's log-probs must not depend on what else is in its row, to the
+bit (but where FP8 has one scale for all of a tensor), and those taken without a gradient are those that training computes. A
+checkpoint of one kind of layers is gone on with by the other.
+
+`--only` takes worlds whose name has one of these in it. `--speed` times models of real shapes (`--shape 0.6B 4B`) beside FSDP's
+compiled layers, `--profile` says where that time goes on the GPU, and `--no-agreement` leaves all else out. Exits 0 only if all
+hold. `--device cpu` runs the same on a CPU. No pytest module: it needs GPUs.
 """
 
 from __future__ import annotations
@@ -20,25 +25,23 @@ import os
 import queue
 import sys
 import tempfile
-import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.shapes import SHAPES, make_model
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, World
-from telescope.backends.common.staging import host_tensor
-from telescope.backends.common.stored_states import Home, StoredStates
+from telescope.backends.common import shards
 from telescope.backends.fsdp import FSDP
-from telescope.backends.megatron import Megatron
+from telescope.backends.megatron import Megatron, has_engine
+from telescope.maths import packing
 from telescope.maths.support import Support
 from tests.backends.megatron_watching import on_cpu
 from tests.backends.megatron_watching import watch as watch_megatron
@@ -51,6 +54,12 @@ from tests.ports import free_ports
 LENGTHS = (50, 230, 110, 300, 70, 180, 400, 90, 33, 129)
 SHARES = {1: [list(range(10))], 2: [[0, 2, 4, 6, 8], [9, 7, 5, 3, 1]]}
 FLOAT32, HALF, TWICE, RESUMED = 1e-5, 2e-2, 2.0, 0.1
+FP8_FAR, FP8_LOGPROBS = 0.5, 0.6
+"""In FP8, of a tensor's gradient and of a log-prob: e4m3 has three bits behind the point."""
+TRAINED = 1e-2
+"""Of log-probs with and without a gradient: compiled or not, they are made of the same operations in the same precision."""
+ACROSS = 0.5
+"""In bfloat16, of a run that goes on with other layers, as `RESUMED`: a tensor that is put elsewhere is tens of steps away."""
 RATE = 1e-3
 """That of `make_job`."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -73,12 +82,13 @@ TP2, PP2, CP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"co
 ROUND = PP2 | {"virtual_pipeline_size": 2}
 HOSTED = {"optimizer_cpu_offload": True}
 ROUNDED = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+HALF_HOSTED = HOSTED | {"optimizer_offload_fraction": 0.5}
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
     "1, hosted": (1, HOSTED),
-    "1, hosted in part, rounded": (1, HOSTED | ROUNDED | {"optimizer_offload_fraction": 0.5}),
+    "1, hosted in part, rounded": (1, HALF_HOSTED | ROUNDED),
     "DP 2, hosted": (2, HOSTED),
-    "DP 2, hosted in part, rounded": (2, HOSTED | ROUNDED | {"optimizer_offload_fraction": 0.5}),
+    "DP 2, hosted in part, rounded": (2, HALF_HOSTED | ROUNDED),
     "PP 2, hosted, rounded": (2, PP2 | HOSTED | ROUNDED),
     "1, selective": (1, {"gradient_checkpointing": "selective"}),
     "TP 2": (2, TP2),
@@ -99,6 +109,75 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP 2, round": (2, ROUND),
     "PP 2, round, overlapped, not computed again": (2, ROUND | {"overlap_grad_reduce": True, "gradient_checkpointing": False}),
 }
+KEPT, FUSED = {"gradient_checkpointing": False}, {"gradient_accumulation_fusion": True}
+OWN, ENGINE = {"use_transformer_engine": False}, {"use_transformer_engine": True}
+FP8, TENSORWISE = {"fp8": True}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+OWN_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "own layers, compiled": (1, OWN | {"compile": True}),
+    "own layers, checkpoint for TE": (1, OWN),
+    "own layers, TP 2": (2, OWN | TP2),
+}
+ENGINE_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "TE": (1, ENGINE),
+    "TE, compiled, fused sums, not computed again": (1, ENGINE | KEPT | FUSED | {"compile": True}),
+    "TE, fused sums": (1, ENGINE | FUSED),
+    "TE, selective": (1, ENGINE | {"gradient_checkpointing": "selective"}),
+    "TE, checkpoint for own layers": (1, ENGINE),
+    "TE, TP 2": (2, ENGINE | TP2),
+    "TE, TP 2, whole rows": (2, ENGINE | TP2 | {"sequence_parallel": False}),
+    "TE, TP 2, fused sums, not computed again": (2, ENGINE | TP2 | KEPT | FUSED),
+    "TE, DP 2, overlapped": (2, ENGINE | {"overlap_grad_reduce": True}),
+    "TE, PP 2, round": (2, ENGINE | ROUND),
+    "TE, CP 2": (2, ENGINE | CP2),
+    "FP8": (1, FP8),
+    "FP8, fused sums, not computed again": (1, FP8 | KEPT | FUSED),
+    "FP8, tensorwise": (1, TENSORWISE),
+    "FP8, ends in bfloat16": (1, FP8 | {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}),
+    "FP8, TP 2": (2, FP8 | TP2),
+    "FP8, TP 2, whole rows": (2, FP8 | TP2 | {"sequence_parallel": False}),
+    "FP8, tensorwise, TP 2": (2, TENSORWISE | TP2),
+    "FP8, PP 2": (2, FP8 | PP2),
+    "FP8, CP 2": (2, FP8 | CP2),
+    "FP8, hosted, fused sums": (1, FP8 | HOSTED | FUSED),
+    "FP8, DP 2, hosted in part, rounded": (2, FP8 | HALF_HOSTED | ROUNDED),
+}
+"""In bfloat16 alone; FP8's widths divide by 128 on two ranks of a model, too."""
+CROSSED = {"TE, checkpoint for own layers": OWN, "own layers, checkpoint for TE": ENGINE}
+"""What is set otherwise where a checkpoint of these is gone on with."""
+COMPILED, SELECTIVE = {"compile": True}, {"gradient_checkpointing": "selective"}
+FASTEST = FUSED | COMPILED
+SPEEDS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "TE fastest": (1, "megatron", ENGINE | KEPT | FASTEST),
+    "FSDP compiled": (1, "fsdp", KEPT | COMPILED | {"reshard_after_forward": False}),
+    "FP8 fastest": (1, "megatron", FP8 | KEPT | FASTEST),
+    "own layers, compiled, selective": (1, "megatron", OWN | SELECTIVE | COMPILED),
+    "FP8 tensorwise fastest": (1, "megatron", TENSORWISE | KEPT | FASTEST),
+    "TE, compiled": (1, "megatron", ENGINE | KEPT | COMPILED),
+    "TE": (1, "megatron", ENGINE | KEPT),
+    "TE, computed again": (1, "megatron", ENGINE | FASTEST),
+    "TE, selective": (1, "megatron", ENGINE | FASTEST | SELECTIVE),
+    "FP8, computed again": (1, "megatron", FP8 | FASTEST),
+    "own layers, selective": (1, "megatron", OWN | SELECTIVE),
+    "own layers, computed again": (1, "megatron", OWN),
+    "FSDP compiled, computed again": (1, "fsdp", COMPILED),
+    "FSDP": (1, "fsdp", {}),
+    "TE, hosted": (1, "megatron", ENGINE | KEPT | FASTEST | HOSTED),
+    "TE, rounded": (1, "megatron", ENGINE | KEPT | FASTEST | ROUNDED),
+    "FP8, hosted, rounded": (1, "megatron", FP8 | KEPT | FASTEST | HOSTED | ROUNDED),
+    "FSDP compiled on two": (2, "fsdp", KEPT | COMPILED | {"reshard_after_forward": False}),
+    "TE on two": (2, "megatron", ENGINE | KEPT | FASTEST),
+    "TE, TP 2": (2, "megatron", ENGINE | TP2 | KEPT | FASTEST),
+    "FP8, TP 2": (2, "megatron", FP8 | TP2 | KEPT | FASTEST),
+    "TE, PP 2": (2, "megatron", ENGINE | PP2 | FASTEST),
+    "TE, PP 2, round": (2, "megatron", ENGINE | ROUND | FASTEST),
+    "TE, CP 2": (2, "megatron", ENGINE | CP2 | KEPT | FASTEST),
+    "own layers, TP 2": (2, "megatron", OWN | TP2 | SELECTIVE),
+    "own layers, PP 2": (2, "megatron", OWN | PP2),
+    "own layers, CP 2": (2, "megatron", OWN | CP2 | SELECTIVE),
+}
+"""By name: GPUs, backend, settings; the most telling ones first."""
+ROW = 16_384
+"""Tokens of a row that is timed."""
 EP2 = {"expert_parallel_size": 2}
 EXPERT_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
@@ -111,6 +190,7 @@ EXPERT_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP 2": (2, PP2),
     "PP 2, EP 2": (4, PP2 | EP2 | {"overlap_grad_reduce": True}),
     "PP 2, EP 2, TP 2": (4, PP2 | EP2 | TP2),
+    "PP 2, EP 2, hosted in part, rounded": (4, PP2 | EP2 | HALF_HOSTED | ROUNDED),
 }
 COLD = "one row, cold"
 """Worlds whose ranks are processes of their own and begin with a step, of fewer rows than stages: kernels are loaded and
@@ -118,6 +198,7 @@ memory is found while a stage waits for the other."""
 RESUMED_WORLDS = (
     "1", "TP 2", "DP 2", "EP 2", "PP 2", "PP 2, round", "CP 2", "CP 2, TP 2", "PP 2, EP 2", "1, hosted",
     "1, hosted in part, rounded", "DP 2, hosted", "DP 2, hosted in part, rounded", "PP 2, hosted, rounded",
+    "FP8, hosted, fused sums", "FP8, DP 2, hosted in part, rounded", "PP 2, EP 2, hosted in part, rounded",
 )  # fmt: skip
 MIXED = "TP 2, temperatures, cut, entropy"
 """A world of two whose trajectories have temperatures of their own, of which `CUT` leaves few tokens, with an entropy bonus. In
@@ -148,10 +229,15 @@ class Order:
     replayed: bool = False
     """Tokens go to experts that were recorded."""
     resumed: bool = False
+    crossed: dict[str, Any] = field(default_factory=dict)
+    """See `CROSSED`."""
     cold: bool = False
     """See `COLD`."""
     shape: str = ""
     """Of a model to be timed."""
+    samples: tuple[int, ...] = ()
+    """Lengths of samples that it is timed with."""
+    profiled: bool = False
     device: str = "cuda"
 
     @property
@@ -172,6 +258,10 @@ class Order:
         if self.cold:
             return 2048
         return 1024 if self.stages == 1 else 448
+
+    @property
+    def chooses_layers(self) -> bool:
+        return "use_transformer_engine" in self.settings or "fp8" in self.settings
 
     @property
     def models(self) -> int:
@@ -215,6 +305,8 @@ def compute(rank: int, order: Order, world: World, again: int) -> None:
         found: dict[str, Any] = {"metrics": backend.train_step(own).metrics}
         gradients = {name: tensor.cpu() for name, tensor in backend.updates[-1].items()}
         found["weights"] = dict(backend.weights())
+        if order.size == 1 and order.chooses_layers:
+            found |= found_alone(backend, own)
         if order.resumed:
             found["resumed"] = gone_on(backend, order, own, world, again)
         else:
@@ -233,6 +325,23 @@ def build(order: Order, job: Job) -> Any:
     return watch_megatron(job, **settings)
 
 
+def found_alone(backend: Any, own: Any) -> dict[str, float]:
+    """How far a sample's log-probs are from those with other neighbours in rows of the same lengths, and log-probs without a
+    gradient from those with one."""
+    ends = np.cumsum([item.length for item in own.items])
+    first, last = int(ends[3]), int(ends[4])
+    other = replace(own, ids=own.ids.copy())
+    other.ids[:first] = other.ids[:first] // 2 + 1
+    other.ids[last:] = other.ids[last:] // 3 + 2
+    one, two = (backend.logprobs(shard)[first:last] for shard in (own, other))
+    apart = 0.0
+    for row in (row for rows in backend._plan(own) for row in rows):
+        given = backend._on_device(packing.arrange(row, shards.trajectories(own), own.items))[1]
+        trained = backend._policy(given, 256)[0].detach()
+        apart = max(apart, float((trained - backend._policy.logprobs_only(given, 256)).abs().max()))
+    return {"neighbours": float(np.nanmax(np.abs(one - two))), "trained": apart}
+
+
 def gone_on(backend: Any, order: Order, own: Any, world: World, port: int) -> float:
     """How far two steps after a save are from those after its checkpoint: weights in steps of AdamW, as in `otherwise`, and
     losses. 0: to the bit. Kernels of attention in half precision add up in no fixed order, so there a little is left."""
@@ -245,6 +354,7 @@ def gone_on(backend: Any, order: Order, own: Any, world: World, port: int) -> fl
     backend.close()
     os.environ["MASTER_PORT"] = str(port)
     job = make_job(model=order.model, seq_len=order.row_tokens, world=world, router_replay=order.replayed)
+    order = replace(order, settings=order.settings | order.crossed)
     again = build(order, replace(job, resume=order.out.with_suffix(".saved")))
     second = [again.train_step(replace(own, step=step)).metrics["loss"] for step in (2, 3)]
     apart: float = otherwise(weights, dict(again.weights())) + max(
@@ -297,7 +407,7 @@ def logprob_gap(expected: np.ndarray, found: list[np.ndarray], order: Order) -> 
     return most
 
 
-def agreement(folder: Path, gpus: int, device: str, models: list[str], only: str) -> bool:
+def agreement(folder: Path, gpus: int, device: str, models: list[str], only: list[str]) -> bool:
     plain, mixed, ours = dict[tuple[str, str], Order](), dict[str, Order](), dict[str, tuple[str, str, Order]]()
     for name in models:
         changes = MODELS[name]
@@ -307,10 +417,11 @@ def agreement(folder: Path, gpus: int, device: str, models: list[str], only: str
                 continue
             out = folder / f"fsdp-{name}-{precision}"
             plain[name, precision] = Order("fsdp", model, 1, how, out, replayed=replayed, device=device)
-            for world, (size, settings) in (EXPERT_WORLDS if "experts" in name else WORLDS).items():
-                resumed, cold, out = world in RESUMED_WORLDS, COLD in world, folder / f"{name}-{world}-{precision}"
+            for world, (size, settings) in worlds(name, precision, engine=device == "cuda" and has_engine()).items():
+                crossed, out = CROSSED.get(world, {}), folder / f"{name}-{world}-{precision}"
                 order = Order(
-                    "megatron", model, size, settings | how, out, resumed=resumed, cold=cold, replayed=replayed, device=device
+                    "megatron", model, size, settings | how, out, resumed=world in RESUMED_WORLDS or bool(crossed),
+                    crossed=crossed, cold=COLD in world, replayed=replayed, device=device,
                 )  # fmt: skip
                 ours[f"{name}, {world}, {precision}"] = name, precision, order
         if replayed:
@@ -328,9 +439,9 @@ def agreement(folder: Path, gpus: int, device: str, models: list[str], only: str
         mixed[name] = Order("fsdp", model, 1, how, folder / f"fsdp-{name}-mixed", mixed=True, device=device)
         order = Order("megatron", model, 2, TP2 | how, folder / f"{name}-mixed", mixed=True, device=device)
         ours[f"{name}, {MIXED}, float32"] = name, "float32", order
-    asked = {each: found for each, found in ours.items() if found[2].size <= gpus and only in each}
+    asked = {each: found for each, found in ours.items() if found[2].size <= gpus and any(part in each for part in only)}
     if not asked:
-        raise SystemExit(f"no world of {gpus} GPUs has {only!r} in its name: {', '.join(ours)}")
+        raise SystemExit(f"no world of {gpus} GPUs has one of {only} in its name: {', '.join(ours)}")
     for size in range(1, gpus + 1):
         every = *plain.values(), *(mixed.values() if gpus > 1 else ()), *(found[2] for found in asked.values())
         if orders := [order for order in every if order.size == size and not order.cold]:
@@ -347,6 +458,17 @@ def agreement(folder: Path, gpus: int, device: str, models: list[str], only: str
         for each, (name, how, order) in asked.items()
     ]
     return all(found)
+
+
+def worlds(model: str, precision: str, *, engine: bool) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Those that a model is compared in. `engine`: Transformer Engine is there."""
+    if "experts" in model:
+        return EXPERT_WORLDS
+    if precision == "float32":
+        return WORLDS
+    if engine:
+        return WORLDS | OWN_WORLDS | ENGINE_WORLDS
+    return WORLDS | {world: found for world, found in OWN_WORLDS.items() if world not in CROSSED}
 
 
 def make_one(name: str, changes: dict[str, Any], place: Path) -> str:
@@ -369,139 +491,88 @@ def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float
     moved = otherwise(exact["weights"], found["weights"])
     if precision == "float32":
         fine = far <= FLOAT32 and (gap or 0.0) <= 1e-4 and moved <= 1e-2
+    elif order.settings.get("fp8"):
+        fine = far <= FP8_FAR and (gap or 0.0) <= FP8_LOGPROBS
     else:
         apart = {each.removeprefix("lm."): tensor for each, tensor in exact["gradients"].items()}
         fine = all(worst({each: t}, {each: found["gradients"][each]})[0] <= limits[each] for each, t in apart.items())
         fine &= (gap or 0.0) <= 0.2
     behind = float(found.get("resumed", 0.0))
-    fine &= behind <= (0.0 if precision == "float32" else RESUMED)
+    fine &= behind <= (0.0 if precision == "float32" else ACROSS if order.crossed else RESUMED)
+    alone = ""
+    if "neighbours" in found:
+        alone = f", neighbours {found['neighbours']:.1e}, trained {found['trained']:.1e}"
+        fine &= found["trained"] <= TRAINED and (found["neighbours"] == 0.0 or order.settings.get("fp8_recipe") == "tensorwise")
     loss = abs(found["metrics"]["loss"] - exact["metrics"]["loss"])
     print(
         f"{name}: gradient {far:.1e} ({whose}), {'' if gap is None else f'log-probs {gap:.1e}, '}loss {loss:.1e}, "
-        f"weights {moved:.1e}{f', went on {behind:.1e} apart' if order.resumed else ''} {'ok' if fine else 'BAD'}",
+        f"weights {moved:.1e}{f', went on {behind:.1e} apart' if order.resumed else ''}{alone} {'ok' if fine else 'BAD'}",
         flush=True,
     )
     return fine
 
 
-STATE_SIZES = (150_000_000, 1_024, 60_000_000, 4_096, 20_000_000, 1_000_003)
-"""Of parameters, of which the first comes alone."""
-
-
-def states(device: str) -> bool:
-    """Four steps by the same gradients: torch's AdamW, whose moments are rounded by hand after each, beside stored states."""
-    sizes = STATE_SIZES if device == "cuda" else tuple(size // 1000 + 1 for size in STATE_SIZES)
-    good = True
-    for dtypes in ({}, {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}):
-        expected = stepped(sizes, device, dtypes, None)
-        for share, hosted in (("none", ()), ("half", (2, 3, 4)), ("all", tuple(range(len(sizes))))):
-            found = stepped(sizes, device, dtypes, hosted)
-            same = all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
-            print(f"moments in {'bfloat16' if dtypes else 'float32'}, {share} hosted: {'ok' if same else 'BAD'}", flush=True)
-            good &= same
-    return good
-
-
-def stepped(
-    sizes: tuple[int, ...], device: str, dtypes: dict[str, torch.dtype], hosted: tuple[int, ...] | None
-) -> list[torch.Tensor]:  # fmt: skip
-    """Weights and moments, in float32 on the CPU; prints how long the last step took, and its peak of memory. `hosted`: places
-    of the parameters in host memory; None: by torch alone."""
-    random = torch.Generator(device).manual_seed(1)
-    drawn = [torch.randn(size, generator=random, device=device) for size in sizes]
-    for place in hosted or ():
-        drawn[place] = host_tensor((sizes[place],), torch.float32, pinned=device == "cuda").copy_(drawn[place])
-    parameters = [nn.Parameter(tensor) for tensor in drawn]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    away = [parameters[place] for place in hosted or ()]
-    homes = {id(parameter) for parameter in away}
-
-    def home(parameter: torch.Tensor, kind: str) -> Home:
-        return Home(on_host=id(parameter) in homes, dtype=dtypes.get(kind))
-
-    kept = None if hosted is None else StoredStates(optimizer, device, home, away)
-    for _ in range(4):
-        gradients = [torch.randn(size, generator=random, device=device) * 1e-3 for size in sizes]
-        started = begin_measuring(device)
-        if kept is not None:
-            kept.step_with(list(zip(parameters, gradients, strict=True)))
-        else:
-            step_rounded(optimizer, parameters, gradients, dtypes)
-        said = say_measured(device, started)
-    print(f"  {'torch' if hosted is None else 'stored'}: {said}", flush=True)
-    moments = [optimizer.state[parameter][kind] for parameter in parameters for kind in ("exp_avg", "exp_avg_sq")]
-    return [tensor.detach().float().cpu() for tensor in (*parameters, *moments)]
-
-
-def step_rounded(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], gradients: list[torch.Tensor],
-    dtypes: dict[str, torch.dtype],
-) -> None:  # fmt: skip
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    optimizer.step()
-    for state in optimizer.state.values():
-        for kind, dtype in dtypes.items():
-            state[kind].copy_(state[kind].to(dtype))
-
-
-def begin_measuring(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    return time.perf_counter()
-
-
-def say_measured(device: str, started: float) -> str:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    taken = time.perf_counter() - started
-    peak = f", {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB at the most" if device == "cuda" else ""
-    return f"the last step took {taken * 1e3:.0f} ms{peak}"
-
-
 def time_of(rank: int, order: Order, world: World) -> None:
-    """Tokens a second of the third step, and the fullest rank's peak of memory beside its estimate: rows of 16,384 tokens of
-    samples of 2,048, two rows a rank."""
-    length, count = 2048, 16 * order.size
-    job = make_job(model=order.model, world=world, seq_len=16_384, entropy_chunk_size=2048)
+    """Of each length of samples: tokens a second of the faster of the last two of three steps; and the fullest rank's peak of
+    memory beside its estimate. Two rows of 16,384 tokens a rank."""
+    job = make_job(model=order.model, world=world, seq_len=ROW, entropy_chunk_size=2048)
     settings = (FSDP if order.backend == "fsdp" else Megatron)(**order.settings)
-    backend = settings.build(job)
+    torch.cuda.reset_peak_memory_stats()
+    backend: Any = None
+    try:
+        backend = settings.build(job)
+        for length in order.samples:
+            told = steps_of(order, backend, rank, length)
+            if rank == 0:
+                print(f"{order.shape}, {order.out.name}, samples of {length}: {told}", flush=True)
+        told_memory(rank, order, settings, job)
+    except torch.OutOfMemoryError:
+        if order.size > 1:
+            raise  # the others would wait
+        print(f"{order.shape}, {order.out.name}: does not fit", flush=True)
+    finally:
+        if backend is not None:
+            backend.close()
+
+
+def steps_of(order: Order, backend: Any, rank: int, length: int) -> str:
+    count = 2 * (ROW // length) * order.size
     shard = make_shard(lengths=[length] * count, logprob=-12.0)
     own = part(shard, range(order.model_of(rank), count, order.models))
-    torch.cuda.reset_peak_memory_stats()
-    for step in (1, 2, 3):
-        metrics = backend.train_step(replace(own, step=step)).metrics
-    most = torch.tensor(torch.cuda.max_memory_allocated(), device=world.device)
+    found = [backend.train_step(replace(own, step=step)).metrics for step in (1, 2, 3)][1:]
+    if order.profiled and rank == 0 and order.size == 1:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as taken:
+            backend.train_step(replace(own, step=4))
+        print(taken.key_averages().table(sort_by="self_device_time_total", row_limit=16, max_name_column_width=70), flush=True)
+    fastest = max(found, key=lambda metrics: metrics["trainer_tokens_per_s"])
+    return f"{fastest['trainer_tokens_per_s']:.0f} tokens/s, MFU {fastest.get('mfu', 0.0):.1%}, loss {found[0]['loss']:.4f}"
+
+
+def told_memory(rank: int, order: Order, settings: Any, job: Job) -> None:
+    most = torch.tensor(torch.cuda.max_memory_allocated(), device=job.world.device)
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-    backend.close()
-    if rank == 0:
-        told = settings.rank_memory(SHAPES[order.shape], job.model, job.trainer, ranks=order.size, longest=length)
-        assert told is not None
-        peak, told_gib = int(most) / 2**30, told.total / 2**30
-        print(
-            f"{order.backend} {order.settings}: {metrics['trainer_tokens_per_s']:.0f} tokens/s, {peak:.2f} GiB, estimated "
-            f"{told_gib:.2f} ({told_gib / peak - 1:+.1%})",
-            flush=True,
-        )
+    if rank:
+        return
+    longest = max(order.samples)
+    told = settings.rank_memory(SHAPES[order.shape], job.model, job.trainer, ranks=order.size, longest=longest)
+    assert told is not None
+    peak, estimate = int(most) / 2**30, told.total / 2**30
+    print(f"{order.shape}, {order.out.name}: {peak:.2f} GiB, estimated {estimate:.2f} ({estimate / peak - 1:+.1%})", flush=True)
 
 
-OF_STATES = {"hosted": HOSTED, "rounded": ROUNDED}
-
-
-def speed(folder: Path, gpus: int, shape: str, only: str) -> None:
+def speed(
+    folder: Path, shape: str, wanted: dict[str, tuple[int, str, dict[str, Any]]], samples: tuple[int, ...], *, profiled: bool
+) -> None:  # fmt: skip
+    """The wanted ones in their order, those of one size together."""
     model = make_model(SHAPES[shape], folder / shape)
     torch.cuda.empty_cache()
-    for size in range(1, min(gpus, 2) + 1):
-        kinds: list[tuple[str, dict[str, Any]]] = [("fsdp", {}), ("megatron", {})]
-        kinds += [("megatron", each) for each in (TP2, PP2, ROUND, CP2) if size == 2]
-        of_states: list[tuple[str, dict[str, Any]]] = [("megatron", each) for name, each in OF_STATES.items() if only in name]
-        kinds = of_states if only in OF_STATES else kinds + of_states
+    for size in sorted({size for size, _, _ in wanted.values()}):
         orders = []
-        for backend, settings in kinds:
-            for again in (True, False):
-                chosen = {**settings, "mixed_precision_dtype": "bfloat16", "gradient_checkpointing": again}
-                orders.append(Order(backend, str(model), size, chosen, folder / "speed", shape=shape))
+        for name, (ranks, backend, settings) in wanted.items():
+            if ranks == size:
+                chosen = {"mixed_precision_dtype": "bfloat16", **settings}
+                order = Order(backend, str(model), size, chosen, folder / name, shape=shape, samples=samples, profiled=profiled)
+                orders.append(order)
         run(orders)
 
 
@@ -509,22 +580,26 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2, 4))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--only", default="", help="part of a world's name")
-    parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--states", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of worlds' names")
+    parser.add_argument("--no-agreement", action="store_true")
+    parser.add_argument("--speed", nargs="*", choices=list(SPEEDS), help="all of them, or these")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--shape", default="0.6B", choices=SHAPES)
+    parser.add_argument("--shape", nargs="+", default=["0.6B"], choices=SHAPES)
+    parser.add_argument("--samples", nargs="+", type=int, default=[2048], help="tokens of each")
     given = parser.parse_args()
     if given.device == "cuda":
         need_gpus(given.gpus, instead="try `--device cpu`")
         print(torch.cuda.get_device_name())
     print("torch", torch.__version__)
-    if given.states:
-        return 0 if states(given.device) else 1
+    good = True
     with tempfile.TemporaryDirectory() as name:
-        good = agreement(Path(name), given.gpus, given.device, given.models, given.only)
-        if given.speed:
-            speed(Path(name), given.gpus, given.shape, given.only)
+        if not given.no_agreement:
+            good = agreement(Path(name), given.gpus, given.device, given.models, given.only)
+        if given.speed is not None:
+            wanted = {each: SPEEDS[each] for each in given.speed or SPEEDS if SPEEDS[each][0] <= given.gpus}
+            for shape in given.shape:
+                speed(Path(name), shape, wanted, tuple(given.samples), profiled=given.profile)
     return 0 if good else 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from telescope._launch.this_host import inspect_this_host
@@ -11,8 +12,12 @@ UNUSABLE = 2
 
 
 def need_gpus(count: int = 1, *, instead: str = "") -> None:
-    """End the process where fewer GPUs are visible, or PyTorch uses none. `instead`: how to try the script without them."""
+    """End the process where fewer GPUs are visible, or PyTorch uses none. `instead`: how to try the script without them.
+
+    From now on PyTorch asks the driver whether there are GPUs, as vLLM has it do: CUDA, once asked, survives no fork."""
     import torch
+
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
     found, why = len(inspect_this_host().gpus), ""
     if found < count:

@@ -22,11 +22,11 @@ class References:
 
         tokens = torch.as_tensor(np.concatenate([prompt, ids]).astype(np.int64), device=self._device)[None]
         with torch.no_grad():
-            logits = self._model(folder)(tokens).logits[0, len(prompt) - 1 : -1].float() / temperature
+            logits = self.model(folder)(tokens).logits[0, len(prompt) - 1 : -1].float() / temperature
             taken = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
         return np.asarray(taken.cpu().numpy(), dtype=np.float32)
 
-    def _model(self, folder: Path) -> Any:
+    def model(self, folder: Path) -> Any:
         import torch
         from transformers import AutoModelForCausalLM
 

@@ -18,7 +18,7 @@ from telescope.inference.vllm.engine import VllmEngine
 from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling, WeightManifest
 from telescope.weights.transports.shared_memory import SharedMemoryPublisher
-from tests.inference.models import make_model
+from tests.inference.models import make_model, over_kept_cache
 
 RUN = "inference-tests"
 MAX_MODEL_LEN = 512
@@ -101,19 +101,7 @@ class Served:
     ) -> np.ndarray:
         """Log-probs of an answer, [T] float32, if each token was sampled by the folder's weights of its version, and the keys
         and values of each position stayed those of the weights that first computed it: the prompt's by the first token's."""
-        import torch
-        from transformers import DynamicCache
-
-        tokens = torch.as_tensor(np.concatenate([prompt, answer.ids]).astype(np.int64))[None]
-        cache, found, done = DynamicCache(), [], 0
-        with torch.no_grad():
-            for place, version in enumerate(answer.versions.tolist()):
-                upto = len(prompt) + place
-                model = self.model(which[version])
-                logits = model(tokens[:, done:upto], past_key_values=cache, use_cache=True).logits[0, -1].float() / temperature
-                found.append(logits.log_softmax(-1)[tokens[0, upto]].item())
-                done = upto
-        return np.asarray(found, dtype=np.float32)
+        return over_kept_cache(self.model, prompt, answer, which, temperature)
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +127,7 @@ def vllm_variables() -> Iterator[None]:
 async def served(
     vllm_variables: None, vllm_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Served]:
-    inference = InferenceSettings(max_model_len=MAX_MODEL_LEN, cpu_kv_cache_mb=64, http=False)
+    inference = InferenceSettings(max_model_len=MAX_MODEL_LEN, cpu_kv_cache_mb=8, http=False)
     plan = ServerPlan(
         model=ModelSettings(name="old"),
         folder=vllm_folders["old"],

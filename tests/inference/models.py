@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from telescope.inference.engine import Generated
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 EOS = "<|end|>"
@@ -85,3 +90,22 @@ def make_family(folder: Path, kind: str, seed: int, **changes: object) -> Path:
     model.save_pretrained(folder)
     characters.save_pretrained(folder)
     return folder
+
+
+def over_kept_cache(
+    model_of: Callable[[Any], Any], prompt: np.ndarray, answer: Generated, which: Mapping[int, Any], temperature: float = 1.0
+) -> np.ndarray:
+    """Log-probs of an answer, [T] float32, by transformers, if each token was sampled by the model of its version, and the keys
+    and values of each position stayed those of the model that first computed it: the prompt's by the first token's."""
+    import torch
+    from transformers import DynamicCache
+
+    tokens = torch.as_tensor(np.concatenate([prompt, answer.ids]).astype(np.int64))[None]
+    cache, found, done = DynamicCache(), [], 0
+    with torch.no_grad():
+        for place, version in enumerate(answer.versions.tolist()):
+            upto, model = len(prompt) + place, model_of(which[version])
+            logits = model(tokens[:, done:upto], past_key_values=cache, use_cache=True).logits[0, -1].float() / temperature
+            found.append(logits.log_softmax(-1)[tokens[0, upto]].item())
+            done = upto
+    return np.asarray(found, dtype=np.float32)

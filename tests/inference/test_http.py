@@ -196,8 +196,9 @@ async def test_a_connection_that_never_asks_is_closed(served: Served, monkeypatc
 async def test_reasoning_and_tool_calls_are_parsed_as_configured(served: Served):
     """The test's model babbles: it never ends its thinking, so all that it says is reasoning where a parser looks for it."""
     settings = InferenceSettings(tool_call_parser="hermes", reasoning_parser="qwen3")
+    thinking = OLD.model_copy(update={"enable_thinking": True})
     async with (
-        http_beside(served.engine.client, bind(None, 0, 0), OLD, settings) as url,
+        http_beside(served.engine.client, bind(None, 0, 0), thinking, settings) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as client,
     ):
         tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

@@ -36,8 +36,16 @@ class Inside:
         await send({"type": "http.response.body", "body": b"inside"})
 
 
-def client_of(inside: Inside, *, key: str | None = None, sequences: int = 4, last: bool = True, adapters: bool = False):
-    gate = HttpGate(inside, GateRules(key, sequences, last, adapters))
+def client_of(
+    inside: Inside,
+    *,
+    key: str | None = None,
+    sequences: int = 4,
+    last: bool = True,
+    adapters: bool = False,
+    alone: bool = False,
+):
+    gate = HttpGate(inside, GateRules(key, sequences, last, adapters, alone))
     return httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://localhost")  # type: ignore[arg-type]
 
 
@@ -155,6 +163,20 @@ async def test_what_clients_usually_send_comes_in(asked: dict):
     async with client_of(inside) as client:
         assert (await client.post("/v1/completions", json={"prompt": "a", **asked})).status_code == 200
     assert inside.bodies == [{"prompt": "a", **asked, "priority": LAST_PRIORITY}]
+
+
+async def test_where_no_rollout_waits_a_request_may_cost_what_it_likes():
+    inside, shaped = Inside(), {"structured_outputs": {"choice": ["yes", "no"]}, "tool_choice": "required"}
+    async with client_of(inside, alone=True, key="sesame", adapters=True) as client:
+        client.headers["Authorization"] = "Bearer sesame"
+        assert (await client.post("/v1/completions", json={"prompt": "a", **shaped})).status_code == 200
+        assert (await client.post("/v1/completions", json={"prompt": "a", "echo": True})).status_code == 400
+        greedy = await client.post("/v1/completions", json={"prompt": "a", "n": 5})
+        assert (greedy.status_code, "rollouts" in greedy.text) == (400, False)
+        assert (await client.post("/tokenize", json={})).status_code == 404
+        del client.headers["Authorization"]
+        assert "the variable that --key-env named has it" in (await client.get("/v1/models")).text
+    assert inside.bodies == [{"prompt": "a", **shaped, "priority": LAST_PRIORITY}]
 
 
 async def test_requests_wait_for_a_place_and_a_greedy_one_is_refused():

@@ -55,6 +55,20 @@ async def test_logprobs_are_those_of_transformers_after_temperature(old: Served,
     assert differences.max() < 1e-3
 
 
+async def test_kept_log_probs_are_vllms_own_to_the_bit_where_requests_take_the_cache_from_each_other(old: Served):
+    path = old.engine.logprobs
+    assert (path.kept, path.asked) == (True, False)
+    before, preempted = path.compared, old.engine.load.preemptions
+    path.asked = True
+    try:
+        asked = [old.generate(prompt(5 + 2 * i, i), 440, seed=i, temperature=COLD * (i % 3 > 0)) for i in range(22)]
+        await asyncio.gather(*asked)
+    finally:
+        path.asked = False
+    assert old.engine.load.preemptions > preempted
+    assert (path.compared - before, path.apart) == (22, 0)
+
+
 async def test_answers_end_with_the_end_token_or_at_max_tokens(old: Served):
     answers = await asyncio.gather(*(old.generate(prompt(6, i), 12, seed=i, temperature=HOT) for i in range(128)))
     assert {answer.finish_reason for answer in answers} == {"stop", "length"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from telescope.inference.vllm.options import (
     NoRoom,
     ServerPlan,
     engine_arguments,
+    logprob_bytes,
     share_beside,
     spare_bytes,
     vllm_environment,
@@ -132,6 +134,13 @@ def test_adapters_get_slots_for_the_versions_in_use_and_room_for_their_rank():
 
 def test_the_buffers_of_updates_are_charged_against_the_servers_share_of_the_card():
     assert share_beside(0.9, 80 * 10**9, 6 * 10**9, 6 * 10**9, "weight_sync.staging=full") == pytest.approx(0.825)
+
+
+def test_a_token_of_each_request_has_a_float_for_its_log_prob():
+    plan = ServerPlan(ModelSettings(), EMBEDDED / "tiny", InferenceSettings(max_model_len=4096), "gpu", 600, 0, "run")
+    assert logprob_bytes(plan) == 4 * 600 * 4097
+    settings = InferenceSettings(max_model_len=100, max_num_seqs=7)
+    assert logprob_bytes(replace(plan, inference=settings)) == 4 * 7 * 101
 
 
 def test_a_buffer_that_leaves_no_room_is_refused_with_the_numbers_and_the_remedy():

@@ -15,6 +15,8 @@ from telescope.config.models import EMBEDDED
 from telescope.environments.chat import TokenChat
 from telescope.environments.template import ChatTemplate
 from telescope.flow.commands import TrainOnBatch
+from telescope.maths import turn_credit
+from telescope.orchestrator import rollout_store
 from telescope.orchestrator.batch import BatchUnusable, Recipe, make_batch
 from telescope.orchestrator.reward_ranges import RewardRanges
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
@@ -108,7 +110,10 @@ def test_an_algorithm_that_writes_into_the_rewards_changes_no_record(store: Roll
     assert [rollout.reward for rollout in batch.rollouts] == [1.0, 0.0, 1.0, 1.0, 0.0]
 
 
-def test_rewards_that_overflow_are_refused_rather_than_trained_as_nan(store: RolloutStore):
+def test_rewards_that_overflow_are_refused_rather_than_trained_as_nan(store: RolloutStore, monkeypatch: pytest.MonkeyPatch):
+    """Beyond the limit that is held at the door, so that this does not rest on it alone."""
+    monkeypatch.setattr(turn_credit, "REWARD_LIMIT", float("inf"))
+    monkeypatch.setattr(rollout_store, "METRIC_LIMIT", float("inf"))
     store.forget((20, 21))
     store.add(make(20, 2, 1e308))
     store.add(make(21, 2, -1e308))

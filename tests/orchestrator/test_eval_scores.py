@@ -68,6 +68,28 @@ def test_a_failed_sample_has_no_more_than_the_worst_that_was_seen():
     assert measure(progress(-3.0, None, 1.0, 1.0), rules)["reward"] == pytest.approx(-1.0)
 
 
+BOUNDED = EvalScoring((1,), 0.5, 0.0, reward_max=1.0)
+
+
+def test_an_interval_goes_no_further_than_rewards_can():
+    row = measure(progress(0.1, 0.0, 0.0, samples=1), BOUNDED)
+    assert (row["reward_low"], measure(progress(0.1, 0.0, 0.0, samples=1), RULES_OF_ONE)["reward_low"] < 0.0) == (0.0, True)
+    assert row["reward_high"] > row["reward"]
+    assert measure(progress(0.9, 1.0, 1.0, samples=1), BOUNDED)["reward_high"] == 1.0
+
+
+def test_two_prompts_that_agree_are_not_certain():
+    row = measure(progress(0.0, 0.0, samples=1), BOUNDED)
+    assert (row["reward_error"], row["reward_low"]) == (0.0, 0.0)
+    assert row["reward_high"] == pytest.approx(3.8415 / (2 + 3.8415), abs=1e-3)  # Wilson's, of 0 in 2
+    assert "±" not in describe({**row, "eval": "own", "step": 3, "state": "complete", "prompts": 2, "samples": 1, "failed": 0})
+    unknown = measure(progress(0.0, 0.0, samples=1), RULES_OF_ONE)
+    assert (unknown["reward_low"], unknown["reward_high"]) == (None, None)
+
+
+RULES_OF_ONE = EvalScoring((1,), 0.5)
+
+
 def test_a_pass_is_a_reward_above_the_limit_and_not_at_it():
     assert measure(progress(0.5, 0.5001), RULES)["pass_at"]["1"] == pytest.approx(0.5)
 

@@ -120,6 +120,10 @@ async def test_time_counts_from_when_generation_may_begin(run: RunDirectory, mon
     assert steps[0]["tokens_per_s/processed"] == steps[0]["tokens"] / 4
     assert steps[0]["tokens_per_s/trained"] < steps[0]["tokens_per_s/processed"]
     assert orjson.loads(run.summary_json.read_bytes())["seconds"]["training"] == 6.0
+    again = Recorder(run, log, None, number_of_steps=4)
+    again.resume(recorder.make_counters(), steps)
+    again.write_summary(counts(), {})
+    assert orjson.loads(run.summary_json.read_bytes())["seconds"]["training"] == 6.0  # of the attempt before, too
 
 
 def train(recorder: Recorder, store: RolloutStore, step: int, recipe: Recipe) -> dict[str, float]:

@@ -162,3 +162,10 @@ def test_the_core_hears_once_of_an_answer_and_not_before_its_servers_have_ended(
     request.server, request.number = None, 0
     assert rollout.release() == [events.GenerationOver(7, 0), events.RolloutFailed(7, 0, "no tokens")]
     assert rollout.release() == []
+
+
+@pytest.mark.parametrize("value", [NAN, 1.1e12, -1e308])
+def test_a_metric_that_no_worker_may_send_is_refused_by_name(value: float) -> None:
+    wrong = msgspec.structs.replace(done(), metrics={"perplexity": value})
+    with pytest.raises(UnusableRollout, match=r"its metric 'perplexity' is .*, and it must be a number within ±1e\+12"):
+        Rollout(order()).score(wrong, arrays(), NEWEST)

@@ -27,6 +27,7 @@ from telescope.runlog.attempts import ALL_ROWS, CountedRows, Lineage, write_line
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.writer import RunLog
 from telescope.wire.messages import CheckpointError, CheckpointStaged, CheckpointWritten, SaveCheckpoint
+from tests.deadlines import refuse_late
 from tests.flow.harness import World
 from tests.flow.harness import settings as flow_settings
 from tests.flow.test_evals_alone import MATH, Table, alone
@@ -159,7 +160,7 @@ def end_of(coordinator: CheckpointCoordinator, now: float = 0.0) -> list[Any]:
     """The event that a save comes to; threads write meanwhile."""
     deadline = time.monotonic() + LIMIT_S
     while not (found := list(coordinator.take_events())):
-        assert time.monotonic() < deadline
+        refuse_late(deadline)
         coordinator.tick(now)
         time.sleep(0.005)
     return found
@@ -359,7 +360,7 @@ def test_a_disk_that_never_says_that_it_has_all_is_waited_for_no_longer_than_the
         say(coordinator, rank, CheckpointWritten(1, 500, 0.5))
     deadline = time.monotonic() + LIMIT_S
     while not list(tmp_path.glob(f"*/{checkpoints.COMPLETE}")):  # its thread is at the disk
-        assert time.monotonic() < deadline
+        refuse_late(deadline)
         coordinator.tick(1.0)
         time.sleep(0.005)
     coordinator.tick(100.5)

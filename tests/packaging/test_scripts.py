@@ -196,10 +196,12 @@ def test_one_stream_that_fails_fails_the_lane_and_the_others_end(
 def test_only_who_ran_out_of_time_is_played_again(streams: ModuleType) -> None:
     late = "FAILED tests/a/test_b.py::test_c[1 - 2] - Failed: Timeout (>300.0s) from pytest-timeout.\n"
     slow = "FAILED tests/a/test_b.py::test_d - TimeoutError\n"
+    stays = "ERROR tests/a/test_b.py::test_g - subprocess.TimeoutExpired: Command 'x' timed out after 60.0 seconds\n"
     wrong = "FAILED tests/a/test_b.py::test_e - assert 1 == 2\n"
     bare = "FAILED tests/a/test_b.py::test_f\n"
     assert streams.only_late(f"...\n{slow}== 1 failed ==") == ["tests/a/test_b.py::test_d"]
     assert streams.only_late(slow + late.replace("1 - 2", "1")) == ["tests/a/test_b.py::test_d", "tests/a/test_b.py::test_c[1]"]
+    assert streams.only_late(stays) == ["tests/a/test_b.py::test_g"]
     assert streams.only_late(slow + wrong) == streams.only_late(slow + bare) == streams.only_late(late) == []
 
 
@@ -209,7 +211,7 @@ def test_a_test_that_is_late_among_others_counts_by_what_it_does_alone(
 ) -> None:
     """A stand-in for pytest: out of time at the first call, then good or out of time once more."""
     late = "echo 'FAILED tests/x.py::test_y - TimeoutError'; exit 1"
-    play = ["sh", "-c", f"[ -e {tmp_path}/seen ] && {'exit 0' if good else late}; touch {tmp_path}/seen; {late}"]
+    play = ["sh", "-c", f"if [ -e {tmp_path}/seen ]; then {'exit 0' if good else late}; fi; touch {tmp_path}/seen; {late}"]
     monkeypatch.setattr(streams, "calls", lambda lane: {"stream": play})
     monkeypatch.setattr(streams, "pytest", lambda lane: play)
     monkeypatch.setattr(streams, "hear", lambda: None)

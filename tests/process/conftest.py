@@ -19,6 +19,7 @@ import pytest
 from telescope._launch.process_plan import LaunchPlan, ProcessPlan, ProcessRole, write_plan
 from telescope.runlog.layout import RunDirectory
 from telescope.wire.supervisor_channel import EndingNotice, FenceServer, RunUnderway
+from tests.deadlines import refuse_late
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 START = (
@@ -54,7 +55,7 @@ class Launched:
         for name in names or self.plan.names:
             while not (self.run.path / "pids" / name).exists():
                 assert self.supervisor.poll() is None, self.supervisor.communicate()
-                assert time.monotonic() < deadline, f"{name} did not come up"
+                refuse_late(deadline, f"{name} did not come up")
                 time.sleep(0.01)
         self.remember()
 
@@ -88,7 +89,7 @@ Launch = Callable[..., Launched]
 def until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < deadline, f"not {what}"
+        refuse_late(deadline, f"not {what}")
         time.sleep(0.02)
 
 

@@ -29,6 +29,8 @@ SUMMARY: dict[str, Any] = {
     "reasons": {"discarded: zero_advantage": 600, "discarded: stale": 12, "cancelled: a": 2, "cancelled: b": 1, "failed: c": 1},
     "tokens": {"completion": 120000, "trained": 90000},
     "seconds": {"training": 60.0, "timing_step_active": 44.6, "timing_waiting_for_data": 9.0},
+    "attempt": 1,
+    "resumed_after_step": None,
     "wall_s": 218.6,
     "exit_reason": "all 60 steps are trained",
 }  # fmt: skip
@@ -48,6 +50,11 @@ def test_the_main_lines_of_a_run():
         "  time            3:39 (the trainer computed 0:45, waited for data 0:09)",
         "  end             all 60 steps are trained",
     ]
+
+
+def test_the_time_of_a_resumed_run_says_that_it_is_of_the_last_attempt_and_the_rest_of_all():
+    *_, time, _ = format_closing({**SUMMARY, "attempt": 2, "resumed_after_step": 30}).splitlines()
+    assert time == "  time            3:39 in attempt 2 alone (in all attempts the trainer computed 0:45, waited for data 0:09)"
 
 
 def test_what_the_terminal_has_said_of_the_end_is_not_said_again():

@@ -29,6 +29,7 @@ from telescope.compose.load import load_points, places_for
 from telescope.runlog.identity import RunIdentity, write_identity
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 from telescope.wire.supervisor_channel import RunUnderway
+from tests.deadlines import refuse_late
 from tests.process.conftest import stand_in, tell_supervisor
 
 HEAD = """
@@ -98,7 +99,7 @@ class Cluster:
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not condition():
-            assert time.monotonic() < deadline, [command.poll() for command in self.commands]
+            refuse_late(deadline, [command.poll() for command in self.commands])
             time.sleep(0.02)
 
     def until_up(self, *names: str) -> None:

@@ -112,6 +112,10 @@ def test_hundreds_of_processes_that_start_are_counted_on_a_terminal_and_one_that
     ]
 
 
+def test_a_run_of_evals_has_no_steps() -> None:
+    assert format_status({"step": 0, "steps": 0, "doing": "generating"}) == "evals alone · generating"
+
+
 def test_elsewhere_a_start_is_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory.create(tmp_path / "run")
     errors, now = io.StringIO(), [100.0]

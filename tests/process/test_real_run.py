@@ -17,6 +17,7 @@ from conftest import LIMIT_S, PROMISED_S, Launched
 from telescope._launch.process_plan import read_plan
 from telescope.runlog.layout import RunDirectory
 from telescope.weights.transports.shared_memory import default_folder, run_prefix
+from tests.deadlines import refuse_late
 
 START_S = 120.0
 
@@ -32,7 +33,7 @@ def training(tmp_path: Path) -> Iterator[Launched]:
     deadline = time.monotonic() + START_S
     while step_of(run) < 2:
         assert supervisor.poll() is None, supervisor.communicate()
-        assert time.monotonic() < deadline, "no step within a minute"
+        refuse_late(deadline, "no step within a minute")
         time.sleep(0.05)
     launched = Launched(run, supervisor, read_plan(run.plan_json))
     launched.remember()

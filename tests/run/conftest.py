@@ -22,6 +22,7 @@ from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.weights.transports.shared_memory import default_folder, run_prefix
+from tests.deadlines import refuse_late
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,13 +54,13 @@ class WholeRun:
             except subprocess.TimeoutExpired:
                 if time.monotonic() > deadline:
                     os.killpg(self.process.pid, signal.SIGKILL)
-                    pytest.fail(f"the run did not end within {limit_s} s:\n{self.said()[-4000:]}")
+                    raise TimeoutError(f"the run did not end within {limit_s} s:\n{self.said()[-4000:]}") from None
 
     def until(self, condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             assert self.process.poll() is None, f"ended before {what}:\n{self.said()[-4000:]}"
-            assert time.monotonic() < deadline, f"not {what} within {limit_s} s:\n{self.said()[-4000:]}"
+            refuse_late(deadline, f"not {what} within {limit_s} s:\n{self.said()[-4000:]}")
             self.remember()
             time.sleep(0.05)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.deadlines import refuse_late
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +132,7 @@ class Hosts:
         deadline = time.monotonic() + LIMIT_S
         while not done():
             self.remember()
-            assert time.monotonic() < deadline, f"not {what}:\n" + self.everything()
+            refuse_late(deadline, f"not {what}:\n" + self.everything())
             assert all(command.poll() is None for command in self.commands.values()), (
                 f"ended before {what}:\n" + self.everything()
             )
@@ -141,7 +142,7 @@ class Hosts:
         deadline = time.monotonic() + LIMIT_S
         while (code := self.commands[host].poll()) is None:
             self.remember()
-            assert time.monotonic() < deadline, f"host {host} did not end:\n" + self.everything()
+            refuse_late(deadline, f"host {host} did not end:\n" + self.everything())
             time.sleep(0.1)
         return code
 

@@ -20,6 +20,7 @@ import pytest
 from telescope.runlog.eval_rows import read_eval_rows
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
+from tests.deadlines import refuse_late
 from tests.run.conftest import ROOT, Start
 
 LETTERS = "evals.letters={environment:reverse_letters,kwargs:{num_eval:6}}"
@@ -72,7 +73,7 @@ def test_after_a_kill_the_same_command_plays_what_is_left(begin: Begin, tmp_path
     deadline = time.monotonic() + 60
     while not (run.path / "live").exists() or len(scored(run)) < 5:
         assert killed.poll() is None, killed.communicate()
-        assert time.monotonic() < deadline, "nothing was scored"
+        refuse_late(deadline, "nothing was scored")
         time.sleep(0.1)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait(10)

@@ -21,6 +21,8 @@ BUSY = "inference.fake_token_s=0.05"
 """Requests are in flight at any time."""
 SLOW = "inference.fake_weights_s=0.5"
 """So is a weight update."""
+LONG = "backend.step_s=0.5"
+"""So that a run which another server carries on alone is not over before the killed one is back."""
 FEW = 14
 """Steps of a run with slow updates: more than pass until a server that was killed is back."""
 
@@ -99,7 +101,7 @@ def test_kill_9_of_the_only_server_in_mid_generation(start: Start):
 
 @pytest.mark.slow
 def test_requests_of_a_killed_server_go_to_the_other_at_once(start: Start):
-    run = start(*FAKE, BUSY, "cluster.inference_num_workers=2")
+    run = start(*FAKE, BUSY, LONG, "cluster.inference_num_workers=2")
     run.until_step(2)
     run.until(lambda: run.status()["in_flight"] > 0, "generating")
     os.kill(run.find("server-1").pid, signal.SIGKILL)
@@ -199,7 +201,7 @@ def test_without_restarts_a_servers_death_ends_the_run(start: Start):
 
 @pytest.mark.slow
 def test_a_killed_server_whose_requests_came_straight_from_the_worker(start: Start):
-    run = start(*FAKE, BUSY, "cluster.inference_num_workers=2", "wire.direct=true")
+    run = start(*FAKE, BUSY, LONG, "cluster.inference_num_workers=2", "wire.direct=true")
     run.until_step(2)
     run.until(lambda: run.status()["in_flight"] > 0, "generating")
     os.kill(run.find("server-1").pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from telescope.exit_codes import STOPPED
+from tests.deadlines import refuse_late
 from tests.run.conftest import Start, WholeRun
 
 LONG = ("experiment=fake", "number_of_steps=100000", "cluster.device=cpu", "backend.step_s=0.05", "checkpoint.every=50")
@@ -80,7 +81,7 @@ def test_what_a_stopped_terminal_did_not_take_is_shown_once_it_goes_on(start: St
     said = ""
     deadline = time.monotonic() + 60
     while run.process.poll() is None:
-        assert time.monotonic() < deadline, said
+        refuse_late(deadline, said)
         said += read_all(ours, 0.5)
     said += read_all(ours, 1.0)
     assert run.process.returncode == STOPPED

@@ -21,6 +21,7 @@ from telescope.runlog.journal import Journal, JournalError, journal_lines
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse, write_atomically
 from telescope.runlog.reader import rows
 from telescope.runlog.writer import RunLog, RunLogFailed
+from tests.deadlines import refuse_late
 
 
 @pytest.fixture
@@ -290,7 +291,7 @@ def test_rows_that_the_disk_does_not_take_wait_and_are_written_in_order_later(ru
     full.clear()
     deadline = time.monotonic() + 60
     while log.trouble or log.counters.rows < 2:
-        assert time.monotonic() < deadline
+        refuse_late(deadline)
         time.sleep(0.01)
     log.close()
     assert [row["rollout_id"] for row in rows(run, "rollouts")] == [1, 2]

@@ -22,6 +22,7 @@ from telescope.runlog.files import read_object
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.weights.transports.shared_memory import default_folder, run_prefix
+from tests.deadlines import refuse_late
 from tests.run.conftest import kept
 from tests.slurm.real_slurm import POLL_S, Slurm
 
@@ -63,7 +64,7 @@ def plain_slurm(output_elsewhere: None) -> Iterator[Slurm]:
 def until(condition: Callable[[], bool], what: str, told: Callable[[], str] = str, limit_s: float = LIMIT_S) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline, f"not {what} within {limit_s:g} s\n{told()[-6000:]}"
+        refuse_late(deadline, f"not {what} within {limit_s:g} s\n{told()[-6000:]}")
         time.sleep(POLL_S)
 
 

@@ -26,6 +26,7 @@ from telescope.runlog.identity import new_identity, read_identity, write_identit
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import look
 from telescope.wire.supervisor_channel import StopNotice
+from tests.deadlines import refuse_late
 
 STAND_IN = str(Path(__file__).parents[1] / "process" / "stand_in.py")
 LIMIT_S = 60.0
@@ -198,7 +199,7 @@ def test_what_a_carried_process_has_noted_goes_with_it_when_it_is_killed(run: Ru
         if by_order:
             deadline = time.monotonic() + LIMIT_S
             while not (run.path / "pids" / "server-0").exists():
-                assert time.monotonic() < deadline
+                refuse_late(deadline)
                 time.sleep(0.01)
             assert shared.exists()
             process.kill()
@@ -215,7 +216,7 @@ def test_a_carried_process_ends_with_all_below_it_when_its_lifeline_does(run: Ru
     process = LocalProcess.start(plan, run, {}, carrier=("/usr/bin/env",))
     deadline = time.monotonic() + LIMIT_S
     while not (pids := run.path / "pids" / "server-0").exists():
-        assert time.monotonic() < deadline
+        refuse_late(deadline)
         time.sleep(0.01)
     family = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
     process.lifeline.shutdown(2)  # the supervisor is gone, and srun closes the far end
@@ -248,7 +249,7 @@ def test_the_warning_before_the_walltime_is_a_stop_with_a_reason_of_its_own(run:
     if not early:
         deadline = time.monotonic() + LIMIT_S
         while not all((run.path / "pids" / name).exists() for name in names):
-            assert time.monotonic() < deadline
+            refuse_late(deadline)
             time.sleep(0.01)
         supervisor.send_signal(signal.SIGUSR2)
     said, _ = supervisor.communicate(timeout=LIMIT_S)

@@ -164,7 +164,7 @@ async def test_a_metric_that_is_not_finite_is_a_failure_and_numpy_numbers_are_no
         def reward(self, prompt: Prompt, answer: str) -> Reward:
             return Reward(1.0, {"ratio": float("nan")})
 
-    assert "the reward's ratio is nan" in await failure(Odd(), template)
+    assert "the reward's metric 'ratio' is nan" in await failure(Odd(), template)
     assert check_reward(Reward(np.float32(0.5), {"ok": np.bool_(True).item(), "n": np.int64(3)})).total == 0.5  # type: ignore[arg-type]
 
 
@@ -311,6 +311,24 @@ async def test_rewards_beyond_a_million_are_refused() -> None:
     for value in (1.1e6, -1e300):
         with pytest.raises(BadReward, match=r"the reward's total is .* beyond ±1e\+06"):
             check_reward(Reward(value))
+
+
+async def test_a_metric_beyond_its_limit_is_the_failure_of_that_rollout_by_name(template: ChatTemplate) -> None:
+    """One perplexity of 1.2e308 once ended a whole run, in the sum of a group's metrics."""
+
+    class Perplexed(Task):
+        async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+            await chat.say(*prompt.turns)
+            return Reward(1.0, metrics={"perplexity": 1.2e308})
+
+    cause = await failure(Perplexed(), template)
+    assert cause.startswith(
+        "environments.task: BadReward: the reward's metric 'perplexity' is 1.2e+308, beyond ±1e+12: scale it"
+    )
+    assert check_reward(Reward(1.0, {"n": -1e12})).metrics == {"n": -1e12}
+    for value in (1.1e12, 10**13, 10**400):
+        with pytest.raises(BadReward, match="the reward's metric 'n' is"):
+            check_reward(Reward(1.0, {"n": value}))
 
 
 class TwoTurns(Task):
@@ -490,7 +508,7 @@ class Unspeakable(Exception):
         ({"info": {"deep": nested(10_000)}}, "nested more than 64 deep, or contains itself"),
         ({"info": {"n": 10**5000}}, "info can't be written down: ValueError"),
         ({"metrics": None}, "metrics are None, not a dict"),
-        ({"metrics": {"n": 10**400}}, "numbers can't be written down: OverflowError"),
+        ({"metrics": {"n": 10**400}}, "metric 'n' is a whole number too large for a float"),
     ],
 )
 async def test_a_badly_typed_part_of_a_reward_is_the_graders_failure(

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import gzip
 import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from telescope.cli.chat_stream import ServerUnreachable, StreamingClient
+from telescope.config.redaction import REDACTED
+from telescope.config.run import RunConfig
 from telescope.config.sections import RemoteServer
 from telescope.environments.base import KnowsTemplate
 from telescope.environments.chat import ChatError
-from telescope.records import Sampling
+from telescope.environments.http_client import MAX_BODY_BYTES, open_client
+from telescope.records import PromptRef, RolloutOrder, Sampling
+from telescope.wire.messages import RolloutResult
 from telescope.workers import text_chat
+from telescope.workers.loading import load_environments
+from telescope.workers.play import PlayLimits, play
+from telescope.workers.prompt_cache import PromptCache
 from telescope.workers.text_chat import ChatCompletions, RemoteFailed, TextChat
 
 SERVER = RemoteServer(url="http://host/v1/", model="some/model")
 
 
-def answer(text: Any, reason: str = "stop", usage: dict[str, int] | None = None) -> httpx.Response:
+def answer(text: Any, reason: str = "stop", usage: dict[str, Any] | None = None) -> httpx.Response:
     body = {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": reason}], "usage": usage}
     return httpx.Response(200, json=body)
 
@@ -236,3 +247,87 @@ def test_dialogues_side_by_side_are_one_rollout():
     chat = asyncio.run(talk())
     assert [len(messages) for messages in asked] == [1, 1]
     assert chat.recording().turns == 2
+
+
+@pytest.mark.parametrize("said", [1e30, 9223372036854775813, -5, 17, True, 3.0, "3", None, [3]])
+def test_a_count_that_can_not_be_is_none(said: Any):
+    usage = {"prompt_tokens": 10**9 if said == 17 else said, "completion_tokens": said}
+    chat = chat_with(lambda request: answer("x", usage=usage))  # of 16 tokens
+    assert ask(chat) == "x"
+    recording = chat.recording()
+    assert (recording.prompt_tokens, recording.completion_tokens) == (0, 0)
+
+
+def test_an_answer_without_end_and_one_that_unpacks_are_failures():
+    long = chat_with(lambda request: answer("x" * MAX_BODY_BYTES))
+    with pytest.raises(RemoteFailed, match=f"the answer has more than {MAX_BODY_BYTES} bytes"):
+        ask(long)
+    packed = gzip.compress(answer("x" * 3_000_000).content)
+    bomb = chat_with(lambda request: httpx.Response(200, content=packed, headers={"content-encoding": "gzip"}))
+    with pytest.raises(RemoteFailed, match=r"compressed \(gzip\)"):
+        ask(bomb)
+    nested = chat_with(lambda request: httpx.Response(200, content=b"[" * 100_000))
+    with pytest.raises(RemoteFailed, match="not a chat completion"):
+        ask(nested)
+
+
+async def test_no_proxy_sees_a_key_in_plain_text(monkeypatch: pytest.MonkeyPatch):
+    heads: list[bytes] = []
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.close()
+
+    proxy = await asyncio.start_server(listen, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "https_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, address)
+    monkeypatch.setenv("A_KEY", "k-9f8e7d6c5b")
+    for url in ("http://127.0.0.1:9/v1", "HTTP://localhost:9/v1", "https://127.0.0.1:9/v1"):
+        client = open_client(url, "k-9f8e7d6c5b", timeout=5.0)
+        with pytest.raises(httpx.HTTPError):
+            await client.post(url)
+        await client.aclose()
+    assert [head.split()[0] for head in heads] == [b"CONNECT"]  # of https alone, and without what is sent through it
+    assert b"k-9f8e7d6c5b" not in heads[0]
+    remote = RemoteServer(url="http://127.0.0.1:9/v1", model="m", api_key="${oc.env:A_KEY}")
+    asked = ChatCompletions(remote, 5.0)
+    with pytest.raises(RemoteFailed):
+        await asked.ask([], Sampling(0.5, 16, 1))
+    await asked.close()
+    talked = StreamingClient("http://127.0.0.1:9/v1", "k-9f8e7d6c5b", print)
+    with pytest.raises(ServerUnreachable):
+        await talked.list_models()
+    await talked.close()
+    proxy.close()
+    assert len(heads) == 1
+
+
+async def test_a_key_that_the_server_quotes_is_in_no_row(monkeypatch: pytest.MonkeyPatch):
+    key = 'S3CRET"VALUE-three'
+    monkeypatch.setenv("WHERE_IT_IS", key)  # not a secret by its name
+    remote = {"url": "http://host/v1", "model": "m", "api_key": "${oc.env:WHERE_IT_IS}"}
+    content = {
+        "environments": {"countdown": {"name": "countdown"}},
+        "evals": {"countdown": {}},
+        "inference": {"engine": "remote", "remote": remote},
+        "cluster": {"trainer_num_workers": 0},
+        "algorithm": {"name": "grpo"},
+        "backend": {"name": "fsdp"},
+    }
+    config = RunConfig.model_validate_json(json.dumps(content), context={"resolved": True})
+    forms = key, json.dumps({"k": key}), base64.b64encode(f"Bearer {key}".encode()).decode()
+
+    def quote(request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == f"Bearer {key}"
+        return answer(" ".join(forms))
+
+    assert config.inference.remote is not None
+    client, environment = client_with(quote, config.inference.remote), load_environments(config)["countdown"]
+    order = RolloutOrder(0, 0, 0, 0, PromptRef("countdown", "eval", 0), 11)
+    limits = PlayLimits.from_config(config)
+    result, _ = await play(order, environment, PromptCache(None), limits, None, remote=client)  # type: ignore[arg-type]
+    assert isinstance(result, RolloutResult)
+    row = msgspec.json.encode(result).decode()
+    assert REDACTED in result.completion_text
+    assert not any(part in row for part in ("S3CRET", "VALUE-three", forms[2][12:-4]))

@@ -28,6 +28,17 @@ NOT_INSTALLED = (
     "backend=megatron needs the package megatron-core, which is not installed: run pip install 'megatron-core>=0.16,<0.17' "
     "(the extra `megatron` of telescope-rl), or set backend=fsdp"
 )
+NO_ENGINE = (
+    "backend.{setting} needs Transformer Engine, which is not installed: run pip install --no-build-isolation "
+    "'transformer-engine[pytorch]>=2.11,<2.12' where the ranks run, or set {instead}"
+)
+BROKEN_ENGINE = (
+    "Transformer Engine is installed without its binding for torch, and Megatron-Core can't be imported beside that: run pip "
+    "install --no-build-isolation 'transformer-engine[pytorch]>=2.11,<2.12', or pip uninstall transformer-engine"
+)
+FP8_BLOCK = {"blockwise": 128, "tensorwise": 16}
+"""Of what a recipe's products want multiples: of a rank's tokens of a row, and of the widths of its matrices."""
+HALF = ("bfloat16", "float16")
 KINDS_OF_MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALED_SUMS = (
     "backend.grad_reduce_in_fp32=false keeps gradients in float16 without the scale of the loss, where small ones are zero: "
@@ -89,6 +100,27 @@ class Megatron(BackendSettings):
     attention: Literal["auto", "flash", "flash3", "cudnn", "flash2", "varlen", "flex", "sdpa"] = "auto"
     """Kernel of the attention within each packed sample. auto: the first of flash3, cudnn, flash2, varlen, flex and sdpa that
     works here; flash: the first of flash3, flash2 and varlen. All but flex and sdpa compute in half precision on a GPU."""
+    use_transformer_engine: bool | Literal["auto"] = "auto"
+    """Norms and matrix products of layers by Transformer Engine, in place of Megatron-Core's own. auto: where it is installed,
+    the forward pass is in bfloat16 or float16, and gradient_checkpointing is not selective, which can't keep its products."""
+    fp8: bool | Literal["e4m3", "hybrid"] = False
+    """Matrix products of layers in FP8, forward and backward, but for those of experts; all else stays in bfloat16, and weights
+    are updated in model.dtype. e4m3, true: all of them in that format; hybrid: gradients in e5m2. Needs Transformer Engine and
+    a GPU of compute capability 9."""
+    fp8_recipe: Literal["blockwise", "tensorwise"] = "blockwise"
+    """What shares a scale in FP8. blockwise: 128 numbers of a token, 128 x 128 of a matrix, so that a sample's log-probs do not
+    depend on the row it is in. tensorwise: all numbers of a tensor. Scales are those of the numbers at hand: log-probs before
+    an update are those that training computes."""
+    num_layers_at_start_in_bf16: int = Field(default=0, ge=0)
+    """With fp8, layers at the model's start whose products stay in bfloat16."""
+    num_layers_at_end_in_bf16: int = Field(default=0, ge=0)
+    """With fp8, layers at the model's end whose products stay in bfloat16."""
+    gradient_accumulation_fusion: bool = False
+    """Let the products of Transformer Engine add to the sums of gradients themselves: fewer passes over memory. Not with
+    overlap_grad_reduce."""
+    compile: bool = False
+    """Compile the rotation of queries and keys, and without Transformer Engine the norms (torch.compile): fewer passes over
+    memory, and some seconds at first. Needs a C++ compiler on the host."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Until a rank that waits for the others, at the start or in a collective, gives up with an error."""
 
@@ -125,6 +157,36 @@ class Megatron(BackendSettings):
         if not self.use_precision_aware_optimizer:
             return dict.fromkeys(KINDS_OF_MOMENTS, model_dtype)
         return dict(zip(KINDS_OF_MOMENTS, (self.exp_avg_dtype, self.exp_avg_sq_dtype), strict=True))
+
+    @property
+    def fp8_format(self) -> Literal["e4m3", "hybrid"] | None:
+        """`fp8` with true decided."""
+        if isinstance(self.fp8, bool):
+            return "e4m3" if self.fp8 else None
+        return self.fp8
+
+    def computing(self, model_dtype: str) -> str:
+        """Precision of forward and backward."""
+        return self.mixed_precision_dtype or model_dtype
+
+    def takes_engine(self, model_dtype: str, *, there: bool) -> bool:
+        """`use_transformer_engine` with `auto` decided. `there`: Transformer Engine is installed, and so is a GPU."""
+        if self.use_transformer_engine != "auto":
+            return self.use_transformer_engine
+        keeps_products = self.gradient_checkpointing == "selective"
+        fits = there and self.computing(model_dtype) in HALF and not keeps_products
+        return fits or bool(self._wants_engine())
+
+    def _wants_engine(self) -> dict[str, str]:
+        """Settings that only Transformer Engine can keep, each with what to set without it."""
+        found = {}
+        if self.use_transformer_engine is True:
+            found["use_transformer_engine=true"] = "use_transformer_engine=auto"
+        if self.fp8:
+            found[f"fp8={str(self.fp8).lower()}"] = "fp8=false"
+        if self.gradient_accumulation_fusion:
+            found["gradient_accumulation_fusion=true"] = "gradient_accumulation_fusion=false"
+        return found
 
     def rank_memory(
         self, shape: ModelShape, model: ModelSettings, trainer: TrainerSettings, *,
@@ -183,6 +245,7 @@ class Megatron(BackendSettings):
         yield from self._idle_of_the_optimizer()
         if self.mixed_precision_dtype == "float16" and not self.grad_reduce_in_fp32:
             yield ("backend.grad_reduce_in_fp32", "backend.mixed_precision_dtype"), SCALED_SUMS
+        yield from self._engine_errors()
         if self.use_distributed_optimizer is True and ranks == model:
             paths, product = _product(self._sizes_of_a_model())
             yield (
@@ -218,6 +281,29 @@ class Megatron(BackendSettings):
         elif lower and not self.use_precision_aware_optimizer:
             said = " and ".join(f"{name}={dtype}" for name, dtype in lower.items())
             yield (aware, *lower), f"{said} does nothing without {aware}=true: set that, or leave it out"
+
+    def _engine_errors(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        engine, fusion = "backend.use_transformer_engine", "backend.gradient_accumulation_fusion"
+        if self.use_transformer_engine is False:
+            for setting, instead in self._wants_engine().items():
+                yield (
+                    (f"backend.{setting.partition('=')[0]}", engine),
+                    f"backend.{setting} needs the layers of Transformer Engine, and {engine}=false has others: set "
+                    f"use_transformer_engine=auto, or {instead}",
+                )
+        if self.gradient_accumulation_fusion and self.overlap_grad_reduce:
+            yield (
+                (fusion, "backend.overlap_grad_reduce"),
+                f"{fusion}=true leaves no gradient to be waited for, and backend.overlap_grad_reduce=true waits for each: set "
+                "one of them to false",
+            )
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if (count := getattr(self, name)) and not self.fp8:
+                yield (
+                    (f"backend.{name}", "backend.fp8"),
+                    f"backend.{name}={count} leaves layers out of FP8, which backend.fp8=false does not compute in: set "
+                    f"fp8=true, or {name}=0",
+                )
 
     def _sizes_of_a_model(self) -> dict[str, int]:
         """By setting, those whose product `ranks_a_model` is."""
@@ -296,9 +382,10 @@ class Megatron(BackendSettings):
             yield NOT_INSTALLED
         if self.mixed_precision_dtype is None and model_dtype == "float16" and not self.grad_reduce_in_fp32:
             yield SCALED_SUMS
+        yield from self._engine_obstacles(capability, model_dtype, elsewhere=elsewhere)
         sentence = attention_choice.refusal(
             self.attention,
-            dtype=self.mixed_precision_dtype or model_dtype,
+            dtype=self.computing(model_dtype),
             on_gpu=on_gpu,
             capability=capability,
             elsewhere=elsewhere,
@@ -306,14 +393,43 @@ class Megatron(BackendSettings):
         if sentence is not None:
             yield sentence
 
+    def _engine_obstacles(
+        self, capability: Callable[[], int | None], model_dtype: str, *, elsewhere: bool
+    ) -> Iterator[str]:  # fmt: skip
+        wanted, computing = self._wants_engine(), self.computing(model_dtype)
+        for setting, instead in wanted.items():
+            if not elsewhere and not has_engine():
+                yield NO_ENGINE.format(setting=setting, instead=instead)
+            elif computing not in HALF:
+                yield (
+                    f"backend.{setting} needs Transformer Engine, whose products round float32 to TF32, and the forward pass "
+                    f"is in {computing}: set backend.mixed_precision_dtype=bfloat16, or {instead}"
+                )
+        if self.fp8 and computing == "float16":
+            yield (
+                f"backend.fp8={str(self.fp8).lower()} leaves the rest of a layer in bfloat16, and the forward pass is in "
+                "float16: set backend.mixed_precision_dtype=bfloat16"
+            )
+        if self.fp8 and (known := capability()) is not None and known < attention_choice.HOPPER:
+            yield (
+                f"backend.fp8={str(self.fp8).lower()} needs a GPU of compute capability {attention_choice.HOPPER} (Hopper), "
+                f"and this one has {known}: set backend.fp8=false"
+            )
+
     def build(self, job: Job) -> Backend:
         if not job.world.device.startswith("cuda"):
             raise ValueError(NO_GPU)
         if not is_installed():
             raise ValueError(NOT_INSTALLED)
-        with warnings.catch_warnings():  # of Apex and Transformer Engine, which nothing here uses, are not there
+        for setting, instead in self._wants_engine().items():
+            if not has_engine():
+                raise ValueError(NO_ENGINE.format(setting=setting, instead=instead))
+        with warnings.catch_warnings():  # of Apex, which nothing here uses, and of Transformer Engine that are not there
             warnings.simplefilter("ignore")
-            from telescope.backends.megatron.backend import MegatronBackend
+            try:
+                from telescope.backends.megatron.backend import MegatronBackend
+            except FileNotFoundError as error:
+                raise ValueError(BROKEN_ENGINE) from error
 
         return MegatronBackend(self, job)
 
@@ -329,3 +445,8 @@ def is_installed() -> bool:
         return importlib.util.find_spec("megatron.core") is not None
     except ModuleNotFoundError:
         return False
+
+
+def has_engine() -> bool:
+    """Whether this Python finds Transformer Engine."""
+    return importlib.util.find_spec("transformer_engine") is not None

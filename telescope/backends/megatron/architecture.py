@@ -19,6 +19,7 @@ from torch import nn
 
 from telescope.backends.common.models import ModelCheckpoint, UnfitModel, model_files, parameters_on_meta, refuse_quantised
 from telescope.backends.common.rotations import check_rotations
+from telescope.backends.megatron import FP8_BLOCK
 from telescope.backends.megatron.rules import ARCHITECTURES, EXPERT, ModelDimensions, files, named
 from telescope.config.models import (
     ModelBroken,
@@ -196,6 +197,7 @@ def _strange(config: Any, settings: Megatron) -> Iterator[str]:
     if config.hidden_act != "silu":
         yield f"its config.json has hidden_act={config.hidden_act}, and backend=megatron computes silu alone: set backend=fsdp"
     yield from _strange_experts(facts, settings)
+    yield from _strange_in_fp8(config, facts, settings)
     if config.intermediate_size % size and len(facts.expert_layers) < facts.layers:
         yield (
             f"backend.tensor_parallel_size={size} must divide the width of its MLP, intermediate_size="
@@ -217,10 +219,43 @@ def _strange_experts(facts: ModelDimensions, settings: Megatron) -> Iterator[str
         )
 
 
+def _strange_in_fp8(config: Any, facts: ModelDimensions, settings: Megatron) -> Iterator[str]:
+    if not settings.fp8:
+        return
+    size, recipe = settings.tensor_parallel_size, settings.fp8_recipe
+    heads = facts.heads * facts.head_dim // size
+    widths = {
+        "hidden_size": config.hidden_size,
+        "attention heads": heads,
+        "queries, keys and values": heads + 2 * facts.groups * facts.head_dim // size,
+    }
+    if len(facts.expert_layers) < facts.layers:
+        widths["intermediate_size"] = config.intermediate_size // size
+    for name, width in widths.items():
+        if width % FP8_BLOCK[recipe]:
+            instead = "fp8=false" if recipe == "tensorwise" or width % FP8_BLOCK["tensorwise"] else "fp8_recipe=tensorwise"
+            yield (
+                f"backend.fp8_recipe={recipe} computes with widths that are multiples of {FP8_BLOCK[recipe]}, and its {name} "
+                f"{'is' if name.endswith('size') else 'are'} {width} wide on each of backend.tensor_parallel_size={size} "
+                f"ranks: set {instead}, or another tensor_parallel_size"
+            )
+    kept = settings.num_layers_at_start_in_bf16 + settings.num_layers_at_end_in_bf16
+    if kept > facts.layers:
+        yield (
+            f"backend.num_layers_at_start_in_bf16={settings.num_layers_at_start_in_bf16} and num_layers_at_end_in_bf16="
+            f"{settings.num_layers_at_end_in_bf16} are more than its {facts.layers} layers: set fewer"
+        )
+
+
 def core_config(architecture: Architecture, settings: Megatron, computing: torch.dtype) -> TransformerConfig:
-    """Without dropout, without what needs Apex or Transformer Engine, and with gradients summed over ranks, not averaged: the
-    denominators of the loss count all ranks already (megatron-core's word for that is calculate_per_token_loss)."""
+    """Without dropout, without what needs Apex, and with gradients summed over ranks, not averaged: the denominators of the
+    loss count all ranks already (megatron-core's word for that is calculate_per_token_loss).
+
+    In FP8 weights are rounded anew in each pass, rather than kept rounded between updates (megatron-core's word for that is
+    disable_parameter_transpose_cache): nothing has to be told that weights have changed, and no rounded copy takes memory.
+    """
     config, facts = architecture.config, architecture.facts
+    in_bf16 = settings.num_layers_at_start_in_bf16, settings.num_layers_at_end_in_bf16
     return TransformerConfig(
         num_layers=facts.layers,
         hidden_size=config.hidden_size,
@@ -253,4 +288,10 @@ def core_config(architecture: Architecture, settings: Megatron, computing: torch
         apply_rope_fusion=False,
         persist_layer_norm=False,
         calculate_per_token_loss=True,
+        fp8=settings.fp8_format,
+        fp8_recipe=settings.fp8_recipe,
+        first_last_layers_bf16=any(in_bf16),
+        num_layers_at_start_in_bf16=in_bf16[0],
+        num_layers_at_end_in_bf16=in_bf16[1],
+        disable_parameter_transpose_cache=True,
     )

@@ -27,8 +27,10 @@ from telescope.backends.common.routing import ExpertLoad
 from telescope.backends.common.saving import Saver
 from telescope.backends.common.stepping import PreparedRow, SteppingBackend
 from telescope.backends.common.tally import MetricSums
-from telescope.backends.megatron import architecture, parallel, pipeline, state
+from telescope.backends.megatron import architecture, has_engine, parallel, pipeline, state
+from telescope.backends.megatron.layers import own_modules
 from telescope.backends.megatron.masters import Masters
+from telescope.backends.megatron.modules import engine_modules, engine_version, fuse_gradient_sums, refuse_fp8
 from telescope.backends.megatron.policy import ParallelPolicy, ParallelRow
 from telescope.backends.megatron.publish import PartPacker
 from telescope.backends.megatron.rules import TensorMap
@@ -73,6 +75,9 @@ class MegatronBackend(SteppingBackend):
 
     def _build(self, settings: Megatron, kind: Kind, computing: torch.dtype) -> None:
         job = self._job
+        engine = settings.takes_engine(job.model.dtype, there=has_engine() and self._device.startswith("cuda"))
+        if settings.fp8:
+            refuse_fp8(settings.fp8_recipe)
         known = architecture.read(settings, job)
         stages, laps = settings.pipeline_parallel_size, settings.virtual_pipeline_size
         self._parallel = parallel.make_parallel(
@@ -88,15 +93,20 @@ class MegatronBackend(SteppingBackend):
         pipeline.meet_neighbours(self._parallel, laps, self._device)
         facts, held, experts = known.facts, self._parallel, self._parallel.experts
         layout = cut_layers(facts.layers, stages, laps, head=known.head_layers, tied=facts.tied)
-        self._table = TensorMap(facts, known.shapes, held.tensor_rank, held.tensor_size, experts.rank, experts.size)
+        modules = engine_modules() if engine else own_modules(settings.compile)
+        self._table = TensorMap(
+            facts, known.shapes, held.tensor_rank, held.tensor_size, experts.rank, experts.size, norm_enters=modules.norm_enters
+        )  # fmt: skip
         master = getattr(torch, job.model.dtype)
 
         def made() -> ParallelPolicy:
             with warnings.catch_warnings():  # of defaults that megatron-core itself has deprecated
                 warnings.simplefilter("ignore")
-                return ParallelPolicy(known, settings, kind, computing, self._parallel, layout, self._device)
+                return ParallelPolicy(known, settings, modules, kind, computing, self._parallel, layout, self._device)
 
         self._policy = made().train()
+        if settings.gradient_accumulation_fusion:
+            fuse_gradient_sums(self._policy.models)
         spread = settings.spreads_optimizer(job.world.size)
         self._ddps: list[Any] = [
             DistributedDataParallel(
@@ -140,10 +150,12 @@ class MegatronBackend(SteppingBackend):
         self._packer = PartPacker(self._masters, self._table, layout, self._parallel, self._device)
         self._pipeline = pipeline.Pipeline(self._parallel, laps, computing, self._device) if stages > 1 else None
         log.info(
-            "%s: %.2fM weights, computing in %s, attention %s, %d ranks a %s%s%s, %d models%s%s%s",
+            "%s: %.2fM weights, computing in %s%s%s, attention %s, %d ranks a %s%s%s, %d models%s%s%s",
             type(known.config).__name__.removesuffix("Config"),
             known.parameters / 1e6,
             str(computing).removeprefix("torch."),
+            f" and FP8 ({settings.fp8_format}, {settings.fp8_recipe})" if settings.fp8 else "",
+            f", layers of Transformer Engine {engine_version()}" if engine else "",
             kernels.WORDS[kind],
             self._parallel.tensor_size,
             "model" if stages == 1 else f"stage of {stages} ({layout.described()})",

@@ -1,7 +1,7 @@
 """Rows through the stages of a pipeline: what is computed when, and what passes between neighbouring stages.
 
 A row's activations go to the stage after, and their gradients to the stage before. Owns these exchanges and how long a row is
-held; the order is schedule.py's. Refuses to know layers, losses and what a row is: whoever computes it says so.
+held; the order is pipeline_order.py's. Refuses to know layers, losses and what a row is: whoever computes it says so.
 
 A receive is begun about when its message is sent, so that it goes on while the device computes, and so that a task which waits
 for the whole device ends. With NCCL it waits on the device for what was launched before it: begun only when it is needed, it
@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from telescope.backends.megatron import schedule
+from telescope.backends.megatron import pipeline_order
 from telescope.backends.megatron.parallel import Parallel
-from telescope.backends.megatron.schedule import StagePass
+from telescope.backends.megatron.pipeline_order import StagePass
 
 ACTIVATIONS, GRADIENTS, ACTIVATIONS_ROUND, GRADIENTS_ROUND = range(4)
 """Places in `Parallel.pipes`: to the next stage and back, and between the last stage and the first one."""
@@ -81,17 +81,17 @@ class Pipeline:
 
     def forwards(self, rows: int) -> list[list[StagePass]]:
         """Forward passes alone, of each stage."""
-        return [schedule.forwards(rows, self._parallel.stages, self._laps)] * self._parallel.stages
+        return [pipeline_order.forwards(rows, self._parallel.stages, self._laps)] * self._parallel.stages
 
     def order(self, rows: int) -> list[list[StagePass]]:
         """Forward and backward passes of a minibatch, of each stage."""
         stages = self._parallel.stages
-        return [schedule.one_forward_one_backward(rows, stage, stages, self._laps) for stage in range(stages)]
+        return [pipeline_order.one_forward_one_backward(rows, stage, stages, self._laps) for stage in range(stages)]
 
     def run(self, orders: Sequence[Sequence[StagePass]], passes: Passes) -> None:
         """This stage's tasks, in its order; forward passes alone keep no graph."""
         tasks = orders[self._parallel.stage]
-        first, *after = schedule.receives(orders, self._parallel.stage, self._laps)
+        first, *after = pipeline_order.receives(orders, self._parallel.stage, self._laps)
         trains = any(task.backward for task in tasks)
         held: dict[tuple[int, int], _Forwarded] = {}
         arrivals: dict[StagePass, _Incoming] = {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -27,9 +28,11 @@ from telescope.backends.common.context import Piece
 from telescope.backends.common.recompute import checkpoint_arguments, mode
 from telescope.backends.common.routing import ExpertLoad, RowRouting
 from telescope.backends.common.rows import DeviceRow, sent
+from telescope.backends.megatron import FP8_BLOCK
 from telescope.backends.megatron.architecture import Architecture, core_config
 from telescope.backends.megatron.experts import ExpertLayer
 from telescope.backends.megatron.layers import AttentionRow, layer_spec
+from telescope.backends.megatron.modules import LayerModules
 from telescope.backends.megatron.parallel import Parallel
 from telescope.backends.megatron.stages import StageLayout, Stretch
 from telescope.maths.support import WHOLE, Support
@@ -61,11 +64,13 @@ class ParallelPolicy(nn.Module):
     parameters without values yet. Each takes itself for a whole model, however many stages there are."""
 
     def __init__(
-        self, architecture: Architecture, settings: Megatron, kind: Kind, computing: torch.dtype, parallel: Parallel,
-        layout: StageLayout, device: str,
+        self, architecture: Architecture, settings: Megatron, modules: LayerModules, kind: Kind, computing: torch.dtype,
+        parallel: Parallel, layout: StageLayout, device: str,
     ) -> None:  # fmt: skip
         super().__init__()
         facts = architecture.facts
+        self._layer_modules, self._compiled = modules, settings.compile
+        self._block = FP8_BLOCK[settings.fp8_recipe] if settings.fp8 else 1
         self.config = core_config(architecture, settings, computing)
         self.kind: Kind = kind
         self._architecture, self._layout, self._stretches = architecture, layout, layout.of(parallel.stage)
@@ -87,7 +92,8 @@ class ParallelPolicy(nn.Module):
         windows = architecture.windows[stretch.first : stretch.first + stretch.layers]
         width = architecture.config.intermediate_size
         spec = layer_spec(
-            self.kind, windows, facts.head_dim**-0.5, width, facts, self._parallel.experts, first=stretch.first
+            self._layer_modules, self.kind, windows, facts.head_dim**-0.5, width, facts, self._parallel.experts,
+            first=stretch.first, compiled=self._compiled,
         )  # fmt: skip
         lm: Any = GPTModel(
             config=self.config,
@@ -116,9 +122,10 @@ class ParallelPolicy(nn.Module):
         self, row: DeviceRow, boundaries: np.ndarray, places: np.ndarray, routing: RowRouting | None = None
     ) -> ParallelRow:  # fmt: skip
         """boundaries [S + 1]: segment s is tokens boundaries[s] to boundaries[s + 1]; places [n]: the tokens before the sampled
-        ones, in rising order. A row that is shared out over ranks is filled up with one more segment, which nobody looks at."""
+        ones, in rising order. A row that is shared out over ranks, or computed in FP8, is filled up with one more segment,
+        which nobody looks at."""
         ids, positions, context = row.ids, row.position_ids, self._parallel.context
-        if missing := -ids.shape[1] % self._shares:
+        if missing := -ids.shape[1] % (self._shares * self._block):
             ids = torch.nn.functional.pad(ids, (0, missing))
             positions = torch.cat([positions, sent(np.arange(missing)[None], self._device)], dim=1)
             boundaries = np.append(boundaries, boundaries[-1] + missing)
@@ -154,7 +161,7 @@ class ParallelPolicy(nn.Module):
 
     def passing_shape(self, tokens: int) -> tuple[int, ...]:
         """Of what passes from a layer to the next on this rank, of a row of so many tokens."""
-        return -(-tokens // self._shares), 1, int(self.config.hidden_size)
+        return -(-tokens // (self._shares * self._block)) * self._block, 1, int(self.config.hidden_size)
 
     def forward(self, given: ParallelRow, chunk: int, support: Support = WHOLE) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of all sampled tokens of the row, float32, the same on all ranks of the model, which is on
@@ -174,8 +181,8 @@ class ParallelPolicy(nn.Module):
             if not self._spread:
                 entering = entering.transpose(0, 1).contiguous()
         hidden = entering
-        for layer in lm.decoder.layers:
-            hidden = self._of_layer(layer, hidden, given)
+        for number, layer in enumerate(lm.decoder.layers, self._stretches[lap].first):
+            hidden = self._of_layer(number, layer, hidden, given)
         return lm.decoder.final_layernorm(hidden) if self.ends(lap) else hidden
 
     def taken(self, given: ParallelRow, hidden: Tensor, chunk: int, support: Support = WHOLE) -> tuple[Tensor, Tensor]:
@@ -204,7 +211,8 @@ class ParallelPolicy(nn.Module):
         weight: Tensor = lm.embedding.word_embeddings.weight if own is None else own
         return weight
 
-    def _of_layer(self, layer: Any, hidden: Tensor, given: ParallelRow) -> Tensor:
+    def _of_layer(self, number: int, layer: Any, hidden: Tensor, given: ParallelRow) -> Tensor:
+        """`number`: of the model's layers, from 0."""
         load = self.load if torch.is_grad_enabled() else None  # what is not trained is not counted
 
         def run(entering: Tensor) -> Tensor:
@@ -212,7 +220,8 @@ class ParallelPolicy(nn.Module):
             if isinstance(layer.mlp, ExpertLayer):
                 layer.mlp.row, layer.mlp.load = (given.routing if self.replays else None), load
                 load = None  # a layer that is computed again counts once
-            leaving: Tensor = layer(entering, attention_mask=None, packed_seq_params=given.row)[0]
+            with get_fp8_context(self.config, number):  # here, so that a layer that is computed again is in FP8 as well
+                leaving: Tensor = layer(entering, attention_mask=None, packed_seq_params=given.row)[0]
             return leaving
 
         if self._again is None or not torch.is_grad_enabled():

@@ -5,6 +5,8 @@ group (a group's query heads, its key head, its value head), and the MLP's gate 
 groups, of the MLP's width and of the vocabulary. So of every Hugging Face tensor a rank has a run of rows or of columns, as
 `torch.chunk` cuts them: `split` and `join` go from one to the other without talking to anybody.
 
+In layers of Transformer Engine the norm before a product is part of the product's module, and its weight is named after that.
+
 The experts of a layer are two stacks of matrices, here as in Hugging Face's model, and each rank of E has a run of them. A
 model's files, and every server, have three matrices for each expert: `files` says which is what.
 """
@@ -76,17 +78,17 @@ class Rule:
         return all(part.dim is None for part in self.parts)
 
 
-def rules(facts: ModelDimensions) -> Iterator[Rule]:
-    """Of all parameters."""
+def rules(facts: ModelDimensions, *, norm_enters: bool = False) -> Iterator[Rule]:
+    """Of all parameters. `norm_enters`: the norm before a product is part of its module, as in Transformer Engine's layers."""
     yield Rule("embedding.word_embeddings.weight", "vocabulary", (Part("model.embed_tokens.weight", 0),))
     for number in range(facts.layers):
-        yield from _of_layer(number, facts)
+        yield from _of_layer(number, facts, norm_enters)
     yield Rule("decoder.final_layernorm.weight", "whole", (Part("model.norm.weight", None),))
     if not facts.tied:
         yield Rule("output_layer.weight", "vocabulary", (Part("lm_head.weight", 0),))
 
 
-def _of_layer(number: int, facts: ModelDimensions) -> Iterator[Rule]:
+def _of_layer(number: int, facts: ModelDimensions, norm_enters: bool) -> Iterator[Rule]:
     ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
     attention, mlp = f"{theirs}self_attn.", f"{theirs}mlp."
 
@@ -94,7 +96,11 @@ def _of_layer(number: int, facts: ModelDimensions) -> Iterator[Rule]:
         parts = tuple(Part(f"{attention}{letter}_proj.{kind}", 0) for letter in "qkv")
         return Rule(f"{ours}self_attention.linear_qkv.{kind}", "heads", parts)
 
-    yield Rule(f"{ours}input_layernorm.weight", "whole", (Part(f"{theirs}input_layernorm.weight", None),))
+    def of_norm(before: str, product: str, name: str, *, enters: bool) -> Rule:
+        ours_is = f"{product}.layer_norm_weight" if enters else f"{before}.weight"
+        return Rule(f"{ours}{ours_is}", "whole", (Part(f"{theirs}{name}.weight", None),))
+
+    yield of_norm("input_layernorm", "self_attention.linear_qkv", "input_layernorm", enters=norm_enters)
     yield of_heads("weight")
     if facts.qkv_bias:
         yield of_heads("bias")
@@ -103,8 +109,9 @@ def _of_layer(number: int, facts: ModelDimensions) -> Iterator[Rule]:
             name = f"{ours}self_attention.{letter}_layernorm.weight"
             yield Rule(name, "whole", (Part(f"{attention}{letter}_norm.weight", None),))
     yield Rule(f"{ours}self_attention.linear_proj.weight", "whole", (Part(f"{attention}o_proj.weight", 1),))
-    yield Rule(f"{ours}pre_mlp_layernorm.weight", "whole", (Part(f"{theirs}post_attention_layernorm.weight", None),))
-    if number in facts.expert_layers:
+    sparse = number in facts.expert_layers
+    yield of_norm("pre_mlp_layernorm", "mlp.linear_fc1", "post_attention_layernorm", enters=norm_enters and not sparse)
+    if sparse:
         yield Rule(f"{ours}mlp.router.weight", "whole", (Part(f"{mlp}gate.weight", None),))
         yield Rule(f"{ours}mlp.experts.gate_up", "whole", (Part(f"{mlp}experts.gate_up_proj", 0),), of_experts=True)
         yield Rule(f"{ours}mlp.experts.down", "whole", (Part(f"{mlp}experts.down_proj", 0),), of_experts=True)
@@ -138,12 +145,12 @@ class TensorMap:
 
     def __init__(
         self, facts: ModelDimensions, shapes: Mapping[str, tuple[int, ...]], rank: int, size: int, expert_rank: int = 0,
-        expert_size: int = 1,
+        expert_size: int = 1, *, norm_enters: bool = False,
     ) -> None:  # fmt: skip
         self.facts, self.shapes = facts, dict(shapes)
         self._size, self.expert_size = size, expert_size
         self._place = {False: (rank, size), True: (expert_rank, expert_size)}
-        self.rules = {rule.parameter: rule for rule in rules(facts)}
+        self.rules = {rule.parameter: rule for rule in rules(facts, norm_enters=norm_enters)}
         self.of = {part.name: (rule, part) for rule in self.rules.values() for part in rule.parts}
         if odd := sorted(set(self.of) ^ set(self.shapes)):
             where = "the model has" if odd[0] in self.shapes else "the model lacks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from telescope.backends.megatron.schedule import passes_held
+from telescope.backends.megatron.pipeline_order import passes_held
 from telescope.backends.megatron.stages import cut_shape
 from telescope.config.sections import ModelSettings, TrainerSettings
 from telescope.maths.memory import BYTES, ModelShape, TrainerMemory

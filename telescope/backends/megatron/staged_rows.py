@@ -13,8 +13,8 @@ from torch import Tensor
 
 from telescope.backends.common.phase_times import PhaseTimer
 from telescope.backends.common.rows import DeviceRow
+from telescope.backends.megatron.pipeline_order import StagePass
 from telescope.backends.megatron.policy import ParallelPolicy, ParallelRow
-from telescope.backends.megatron.schedule import StagePass
 from telescope.maths import packing
 from telescope.maths.support import Support
 

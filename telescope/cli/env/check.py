@@ -95,7 +95,7 @@ def _make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", help="the environment, e.g. countdown")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings of it, or of the run")
     parser.add_argument("-cd", "--config-dir", help="a folder with your own plug-ins and presets")
     answers = parser.add_mutually_exclusive_group()
     answers.add_argument("--answers", type=Path, metavar="FILE", help="what the policy says, as JSON lines")

@@ -69,6 +69,10 @@ def advise(figures: RunFigures, rules: Sequence[Rule] | None = None) -> list[Adv
 # ---- what the reward has done
 
 
+def count_versions(curve: NumberCurve) -> str:
+    return f"{curve.count} version{'s' * (curve.count != 1)}"
+
+
 def is_higher(curve: NumberCurve) -> bool:
     """At the end than at the beginning, by more than noise."""
     return curve.error is not None and curve.change > max(SURE * curve.error, 1e-9)
@@ -143,8 +147,8 @@ def find_equal_groups(figures: RunFigures) -> Advice | None:
         rule="too hard",
         found=f"{found}{mean}{zero}",
         reason="Nothing can be compared in them. Take easier prompts or a larger model, give part of the reward for part of "
-        "the way (see that the wrong answers above are wrong), or sample each prompt more often.",
-        command=_start_over(figures, f"rollout.group_size={2 * (settings.group_size or 8)}"),
+        "the way, or sample each prompt more often (rollout.group_size). First see that the reward takes right answers.",
+        command=_check_environment(figures, label or "NAME"),
     )
 
 
@@ -227,7 +231,7 @@ def find_slow_learning(figures: RunFigures) -> Advice | None:
     return Advice(
         rule="slow",
         found=f"reward {reward.first:.3g} → {reward.last:.3g} (noise ±{_noise(reward):.2g}) and entropy {entropy.first:.3g} → "
-        f"{entropy.last:.3g} over {reward.count} versions; trainer.learning_rate={rate:g}",
+        f"{entropy.last:.3g} over {count_versions(reward)}; trainer.learning_rate={rate:g}",
         reason="There is something to learn, and the policy has hardly changed: three times the rate.",
         command=_start_over(figures, f"trainer.learning_rate={3 * rate:.2g}"),
     )
@@ -369,7 +373,7 @@ def find_more_to_come(figures: RunFigures) -> Advice | None:
         return None
     if not is_higher(reward) or has_fallen(reward):
         return None
-    found = f"reward {reward.first:.3g} → {reward.last:.3g} (noise ±{_noise(reward):.2g}) over {reward.count} versions"
+    found = f"reward {reward.first:.3g} → {reward.last:.3g} (noise ±{_noise(reward):.2g}) over {count_versions(reward)}"
     if figures.checkpoints:
         return Advice(
             rule="it learns",

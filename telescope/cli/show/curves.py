@@ -15,6 +15,8 @@ T = TypeVar("T")
 EDGE = 5
 """Values at each end that `first` and `last` are means of, as in summary.json; fewer where a value would be in both."""
 BUCKETS = 60
+LARGEST = 1e60
+"""Numbers beyond it are shown as it: their squares would overflow, and no metric of a sound run comes near."""
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 
 
@@ -46,6 +48,11 @@ class NumberCurve(msgspec.Struct, frozen=True, kw_only=True):
         return max(fmean(self.points[place : place + width]) for place in range(len(self.points) - width + 1))
 
 
+def bound(value: float) -> float:
+    """The number within ±`LARGEST`."""
+    return max(-LARGEST, min(LARGEST, value))
+
+
 def edge_of(count: int) -> int:
     return max(1, min(EDGE, count // 2))
 
@@ -53,7 +60,7 @@ def edge_of(count: int) -> int:
 def make_curve(name: str, values: Sequence[float], weights: Sequence[float] | None = None) -> NumberCurve | None:
     """None without a finite value. `weights`: of each value, e.g. the rollouts that it is the mean of; all alike without."""
     given = zip(values, [1.0] * len(values) if weights is None else weights, strict=True)
-    known = [(value, weight) for value, weight in given if isfinite(value) and weight > 0]
+    known = [(bound(value), bound(weight)) for value, weight in given if isfinite(value) and weight >= 1 / LARGEST]
     if not known:
         return None
     edge = edge_of(len(known))
@@ -97,7 +104,7 @@ def bucket(values: Sequence[float], most: int) -> list[float]:
 
 def draw(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
     """A character a bucket, `width` at most, from the lowest value to the highest. Equal values are a line in the middle."""
-    shown = bucket(points, max(1, width))
+    shown = bucket([*map(bound, points)], max(1, width))
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
         return blocks[len(blocks) // 2 - 1] * len(shown)

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from telescope.cli.show.curves import NumberCurve, make_curve
+from telescope.cli.show.curves import NumberCurve, bound, make_curve
 from telescope.config.redacted_output import hide_variables
 from telescope.config.secrets import find_references
 from telescope.flow.group_lifecycle import OFF_POLICY
@@ -114,6 +114,8 @@ class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[int, ...]
     error: float | None
     """Standard error of the last reward."""
+    prompts: int | None = None
+    """Of the last."""
 
 
 class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +180,8 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     step: int = 0
     reason: str = ""
+    not_ready: tuple[str, ...] = ()
+    """Processes that the run waits for, or waited for at its end, before anything is generated."""
     settings: RunSettings = RunSettings()
     arguments: tuple[str, ...] | None = ()
     """Of the command line that began the run; None where it is not known, or was one that went on with it."""
@@ -222,6 +226,7 @@ def read_figures(run: RunDirectory, state: str, samples: int) -> RunFigures:
         state=state,
         step=max([seen.status.step or 0, *steps]),
         reason=" ".join(seen.reason.split()) if state in ("failed", "stopped") else "",
+        not_ready=seen.status.missing if seen.status.state == "starting" else (),
         settings=settings,
         arguments=read_arguments(run, seen, damaged),
         checkpoints=tuple(sorted(_complete_checkpoints(run, damaged))),
@@ -502,7 +507,9 @@ def read_evals(run: RunDirectory, damaged: list[DamagedFile]) -> Iterator[EvalFi
         steps = tuple(sorted(by_step))
         curve = make_curve(name, [_number(by_step[step], "reward") or 0.0 for step in steps])
         if curve is not None:
-            yield EvalFigures(name=name, reward=curve, steps=steps, error=_number(by_step[steps[-1]], "reward_error"))
+            last = by_step[steps[-1]]
+            error, prompts = _number(last, "reward_error"), _whole(last, "prompts")
+            yield EvalFigures(name=name, reward=curve, steps=steps, error=error, prompts=prompts)
 
 
 def read_alerts(run: RunDirectory, damaged: list[DamagedFile]) -> tuple[RepeatedAlert, ...]:
@@ -630,8 +637,11 @@ def _metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(row: Mapping[str, Any], name: str, otherwise: float | None = None) -> float | None:
+    """Within what can be computed with (`bound`)."""
     value = row.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) else otherwise
+    return (
+        bound(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) else otherwise
+    )
 
 
 def _whole(row: Mapping[str, Any], name: str) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from telescope.cli.show.advice import LONG_IDLE, Advice, is_flat, is_higher
+from telescope.cli.show.advice import LONG_IDLE, Advice, count_versions, is_flat, is_higher
 from telescope.cli.show.curves import ASCII_BLOCKS, BLOCKS, BUCKETS, NumberCurve, draw
 from telescope.cli.show.figures import EnvironmentFigures, RunFigures, ShownSample
 
@@ -98,7 +98,7 @@ def describe_reward(figures: RunFigures) -> str:
         so_far = sum((one.reward or 0.0) * one.scored for one in figures.environments) / max(1, scored)
         told = f"; {scored} rollouts have a mean of {_short(so_far)}" if scored else ""
         return f"No reward of the policy yet, as no version of the weights has been scored to the end{told}."
-    moved = f"Reward {_short(reward.first)} → {_short(reward.last)} over {reward.count} versions of the weights"
+    moved = f"Reward {_short(reward.first)} → {_short(reward.last)} over {count_versions(reward)} of the weights"
     if reward.error is None:
         return f"{moved}."
     noise = f"{reward.change:+.2g}, noise ±{2 * reward.error:.2g}"
@@ -139,7 +139,8 @@ def _describe_evals(figures: RunFigures, style: PageStyle) -> Iterator[str]:
     yield style.title("Evals (reward)")
     for found in figures.evals[:MOST_LINES]:
         yield _describe_curve(found.reward, style)
-        error = "" if found.error is None else f", standard error of the last {_short(found.error)}"
+        prompts = "" if found.prompts is None else f" over {found.prompts} prompt{'s' * (found.prompts != 1)}"
+        error = "" if found.error is None else f", standard error of the last {_short(found.error)}{prompts}"
         times = f"once, at step {found.steps[0]}" if len(found.steps) == 1 else (
             f"{len(found.steps)} times, steps {found.steps[0]} to {found.steps[-1]}"
         )  # fmt: skip
@@ -190,7 +191,8 @@ def _describe_losses(figures: RunFigures, style: PageStyle) -> Iterator[str]:
     groups = figures.groups
     if groups.begun:
         yield style.title("Discards and alerts")
-        equal = f"{groups.discarded} discarded for equal rewards ({groups.equal_share:.0%} of the scored)"
+        shares = f"{groups.discarded / groups.begun:.0%} of the begun, as in the curve, {groups.equal_share:.0%} of the scored"
+        equal = f"{groups.discarded} discarded for equal rewards ({shares})"
         if groups.discarded_reward is not None:
             equal += f", with a mean reward of {_short(groups.discarded_reward)}"
             equal += f"; {groups.discarded_all_zero} of them with 0 throughout"
@@ -270,13 +272,22 @@ def _describe_advice(figures: RunFigures, advice: Sequence[Advice], style: PageS
         yield from style.wrap(
             "No rule has anything to say. Read the wrong answers above, and docs/why_not.md."
             if figures.step
-            else "Nothing is trained yet, and no rule has anything to say."
+            else _describe_no_step(figures)
         )
     for number, one in enumerate(advice[:MOST_ADVICE], start=1):
         yield from style.wrap(f"{number}. {one.found[:1].upper()}{one.found[1:]}. {one.reason}")
         yield f"       {one.command}"
     if len(advice) > MOST_ADVICE:
         yield f"  {len(advice) - MOST_ADVICE} more with --json."
+
+
+def _describe_no_step(figures: RunFigures) -> str:
+    if figures.groups.begun:
+        return "Nothing is trained yet, and no rule has anything to say."
+    name, *others = figures.not_ready or ("orchestrator",)
+    who = name if not others else f"{name} and {len(others)} more"
+    how = "is not ready yet" if figures.state in ("running", "waiting") else "never became ready"
+    return f"Nothing was generated: {who} {how}. Read {figures.run_dir}/logs/{name}.log."
 
 
 def _short(value: float) -> str:

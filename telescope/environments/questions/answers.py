@@ -81,6 +81,10 @@ def find_pattern_mistake(pattern: str) -> str:
         re.compile(pattern)
     except re.error as error:
         return str(error)
+    except OverflowError:
+        return "a number of repetitions is too large"
+    except RecursionError:
+        return "it is nested too deeply"
     return ""
 
 

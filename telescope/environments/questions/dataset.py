@@ -52,8 +52,9 @@ class DatasetSource:
     """What the user calls `data_dir`."""
 
     def rows(self, split: str | None, columns: Sequence[str], required: Sequence[str] = ()) -> list[Row]:
-        """All rows of a split in their own order, the subsets one after another; None: of a local copy all files. A row of a
-        JSON file must have the columns that are `required`, if with null. Raises `NoRows`."""
+        """All rows of a split in their own order, the subsets one after another; None: of a local copy all files. `columns`:
+        fields, maybe dotted, whose columns the rows have. A row of a JSON file must have those that are `required`, if with
+        null. Raises `NoRows`."""
         if self.data_dir is None:
             return _read_hub(self, split or "train", columns)
         return [row for file in self._list_files(split) for row in _read_file(file, columns, required)]
@@ -132,10 +133,12 @@ def is_chat(value: Any) -> bool:
 
 
 def get_value(row: Row, path: str) -> Any:
-    """The value at a dotted path, e.g. `reward_model.ground_truth`.
+    """The value in the column of that very name, else at a dotted path, e.g. `reward_model.ground_truth`.
 
     None where a part of the path is null. Raises `NoRows` where there is no such part.
     """
+    if path in row:
+        return row[path]
     value: Any = row
     for part in path.split("."):
         if value is None:
@@ -166,7 +169,12 @@ def get_text(row: Row, path: str) -> str:
             f"{find_place(row)}: column {path!r} holds {kind}, {show(value)}, where a text or a number is wanted: "
             f"{within}make the column a text"
         )
-    return write_text(value)
+    try:
+        return write_text(value)
+    except UnicodeDecodeError as error:
+        raise NoRows(
+            f"{find_place(row)}: column {path!r} holds bytes that are not UTF-8, {show(value)}: make the column a text"
+        ) from error
 
 
 def _read_hub(source: DatasetSource, split: str, columns: Sequence[str]) -> list[Row]:
@@ -182,8 +190,7 @@ def _read_hub(source: DatasetSource, split: str, columns: Sequence[str]) -> list
                 f"network, fetch it elsewhere (hf download --repo-type dataset {source.dataset} --local-dir FOLDER) and set "
                 f"{source.setting}=FOLDER; for a data set that asks for consent, give it on its page and set HF_TOKEN"
             ) from error
-        check_columns(table.column_names, columns, source.on_the_hub)
-        found = table.select_columns(list(dict.fromkeys(columns))).to_list()
+        found = table.select_columns(check_columns(table.column_names, columns, source.on_the_hub)).to_list()
         place = f"{source.dataset}{f' ({subset})' if subset else ''}, split {split}"
         rows += [PlacedRow(row, f"{place}, row {at}") for at, row in enumerate(found, 1)]
     return rows

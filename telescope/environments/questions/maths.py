@@ -136,8 +136,8 @@ class MathsQuestions(SingleTurn):
         return {"train": tuple(rest), "eval": tuple(held_out)}
 
     def _load_prompts(self, split: str) -> tuple[Prompt, ...]:
-        columns = [self.question_field.partition(".")[0], self.answer_field.partition(".")[0]]
-        return make_prompts(self.dataset, split, self._source.rows(split, columns), self._prompt)
+        rows = self._source.rows(split, [self.question_field, self.answer_field])
+        return make_prompts(self.dataset, split, rows, self._prompt)
 
     def _prompt(self, row: Row) -> Prompt | None:
         answer = extract_golden(get_text(row, self.answer_field))

@@ -158,7 +158,7 @@ class CodeGeneration(SingleTurn):
     def _splits(self) -> dict[str, list[Prompt]]:
         source = self._source
         paths = (self.question_field, self.tests_field, self.setup_field, self.entry_point_field, self.prefix_field)
-        columns = [path.partition(".")[0] for path in (*paths, self.solution_field) if path is not None]
+        columns = [path for path in (*paths, self.solution_field) if path is not None]
         train = source.rows(self.train_split, columns)
         if self.eval_split is not None:
             held = train if self.eval_split == self.train_split else source.rows(self.eval_split, columns)
@@ -190,7 +190,7 @@ class CodeGeneration(SingleTurn):
         if solution.strip():
             check_program(prepend(self.prelude, prefix + solution), f"solution_field={self.solution_field}")
         read = self._read_tests(tests, setup, entry_point)
-        question = str(_get_path(row, self.question_field)) + "".join(_show_test(test) for test in read[: self.shown_tests])
+        question = _get_text(row, self.question_field) + "".join(_show_test(test) for test in read[: self.shown_tests])
         return Prompt(
             turns=({"role": "user", "content": self.instruction.replace("{question}", question)},),
             answer=solution,
@@ -204,7 +204,9 @@ class CodeGeneration(SingleTurn):
 
 
 def _get_path(row: Row, path: str) -> Any:
-    """The value at a dotted path; JSON text on the way is read."""
+    """The value in the column of that very name, else at a dotted path; JSON text on the way is read."""
+    if path in row:
+        return row[path]
     value: Any = row
     for part in path.split("."):
         if isinstance(value, str):

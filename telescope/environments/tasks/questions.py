@@ -312,7 +312,16 @@ class Questions(SingleTurn):
             held_out = self._load(self._source(self.path, "path"), self.eval_split)
         else:
             count = max(1, min(MOST_HELD_OUT, len(whole) // 10)) if self.held_out is None else self.held_out
-            train, drawn = hold_out(whole, count, "held out", self.seed, identity=identify_question)
+            try:
+                train, drawn = hold_out(whole, count, "held out", self.seed, identity=identify_question)
+            except NoRows as error:
+                if self.held_out is not None:
+                    raise
+                different = len(set(map(identify_question, whole)))
+                raise NoRows(
+                    f"{self.path} has {different} different questions, too few to hold some out for evals and train on the "
+                    "rest: give more, or set held_out=0 or eval_path"
+                ) from error
             return {"train": tuple(train), "eval": tuple(drawn)}
         return {"train": self._leave_out(whole, held_out), "eval": held_out}
 
@@ -352,11 +361,14 @@ class Questions(SingleTurn):
     def _load(self, source: DatasetSource, split: str | None) -> tuple[Prompt, ...]:
         wanted = [name for name in (self.question_field, self.answer_field) if name]
         others = [*([self.system_field] if self.system_field else []), *self.facts_fields]
-        columns = [name.partition(".")[0] for name in (*wanted, *others)]
         try:
-            rows = source.rows(split, columns, columns[: len(wanted)])
+            rows = source.rows(split, [*wanted, *others], wanted)
         except NoRows as error:
-            if self.answer_field and not self.needs_answer and f"has no column {columns[1]!r}" in str(error):
+            if (
+                self.answer_field
+                and not self.needs_answer
+                and f"has no column {self.answer_field.partition('.')[0]!r}" in str(error)
+            ):
                 raise NoRows(f"{error}; or set answer_field=null where there are no right answers") from error
             raise
         prompts = make_prompts(source.dataset, split, rows, self._prompt)

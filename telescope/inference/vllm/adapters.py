@@ -172,6 +172,11 @@ class LoraAdapters:
             manifest.version, self._numbers, self._root / f"{self._numbers}-{manifest.version}", manifest.checksum
         )
 
+    def adopt(self, folder: Path, version: int) -> LoraAdapter:
+        """One that lies elsewhere and is not ours to remove."""
+        self._numbers += 1
+        return LoraAdapter(version, self._numbers, folder)
+
     def begin(self, request_id: str) -> LoraAdapter:
         self.serving.requests.add(request_id)
         return self.serving

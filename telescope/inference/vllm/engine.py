@@ -29,8 +29,16 @@ from telescope.inference.engine import (
     WeightState,
 )
 from telescope.inference.vllm.engine_health import EngineProcesses, answer_within, raise_when_dead
+from telescope.inference.vllm.logprob_path import LogprobPath
 from telescope.inference.vllm.model_tensors import checkpoint_tensors, is_tied, version_bytes
-from telescope.inference.vllm.options import ServerPlan, engine_arguments, served_dtype, share_beside, spare_bytes
+from telescope.inference.vllm.options import (
+    ServerPlan,
+    engine_arguments,
+    logprob_bytes,
+    served_dtype,
+    share_beside,
+    spare_bytes,
+)
 from telescope.inference.vllm.outputs import first_line, generated, said, start_failure, step_teller
 from telescope.inference.vllm.patches import COMMIT, SLEEP, WAKE, teach_core
 from telescope.inference.vllm.token_versions import TokenVersions, VersionSpans
@@ -44,7 +52,15 @@ BREAK_OFF_S = 20.0
 """For a version's threads to end once it is broken off: they wait for nothing longer than a transport's abort."""
 CLOSE_S = 1.0
 """The engine's farewell to its libraries takes seconds and saves nothing: after this it is killed."""
-WARM_UP_REQUESTS = 8
+GREEDY: tuple[dict[str, Any], ...] = ({"temperature": 0.0},)
+WARM_UP: tuple[dict[str, Any], ...] = (
+    *({"temperature": temperature} for temperature in (1.0, 1.0, 0.6, 1.3)),
+    *({"temperature": 1.0, **cut} for cut in ({"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1})),
+    *GREEDY,
+)
+"""How the requests of the start are drawn: in all ways that rollouts may be."""
+WARM_UP_PROMPT = 4
+"""Tokens of the shortest of them."""
 SEED_LIMIT = 2**63
 
 log = logging.getLogger(__name__)
@@ -80,6 +96,8 @@ class VllmEngine:
         self._children = EngineProcesses()
         self._notices = StagingNotices()
         self._versions: TokenVersions
+        self.logprobs = LogprobPath(self._rpc)
+        """By which way the log-probs of answers come."""
         self.opened: tuple[UpdateSupport, ...] = ()
         """How each worker takes updates, once started."""
         self._stepped: Callable[[], None] = lambda: None
@@ -123,16 +141,24 @@ class VllmEngine:
         await self._warm_up()
 
     def _memory(self) -> dict[str, float]:
-        """On a GPU: vLLM's share, less what updates need. Asks the driver, not CUDA, which must not be up before the fork."""
-        spare = 0 if self._plan.device == "cpu" else spare_bytes(self._plan, self._sync)
-        if not spare:
+        """On a GPU: vLLM's share, less what updates and log-probs need. Asks the driver, not CUDA, which must not be up before
+        the fork."""
+        if self._plan.device == "cpu":
             return {}
         from vllm.platforms import current_platform
 
         inference, card = self._plan.inference, int(current_platform.get_device_total_memory())
         whole = version_bytes(checkpoint_tensors(self._plan.folder), is_tied(self._plan.folder), served_dtype(self._plan))
-        weights, purpose = whole // inference.tensor_parallel_size, f"weight_sync.staging={self._sync.staging}"
+        updates, logprobs = self._update_bytes(), logprob_bytes(self._plan)
+        if not updates:
+            return {"gpu_memory_utilization": inference.gpu_memory_utilization - logprobs / card}
+        weights, spare = whole // inference.tensor_parallel_size, updates + logprobs
+        purpose = f"weight_sync.staging={self._sync.staging}"
         return {"gpu_memory_utilization": share_beside(inference.gpu_memory_utilization, card, weights, spare, purpose)}
+
+    def _update_bytes(self) -> int:
+        """That updates need on each card beside vLLM."""
+        return spare_bytes(self._plan, self._sync)
 
     async def _open(self) -> None:
         """Ask the workers how they take updates; said once in the log."""
@@ -183,10 +209,11 @@ class VllmEngine:
         started = time.monotonic()
         try:
             output = await self._finished(request, request_id, prompt_ids, sampling, priority)
+            logprobs = await self.logprobs.of(output.outputs[0], request.internal, len(prompt_ids))
             await self._versions.settled()
         finally:
             del self._requests[request_id]
-        return generated(output, request.spans, self._state.version, time.monotonic() - started)
+        return generated(output, logprobs, request.spans, self._state.version, time.monotonic() - started)
 
     def _adapter_of(self, request_id: str) -> Any:
         """vLLM's LoRARequest for a request; lora_engine.py has some."""
@@ -235,7 +262,7 @@ class VllmEngine:
             max_tokens=min(sampling.max_tokens, self._max_model_len - prompt_tokens),
             seed=sampling.seed % SEED_LIMIT,
             stop_token_ids=self._stop_ids,
-            logprobs=0,
+            logprobs=0 if self.logprobs.asked else None,
             flat_logprobs=True,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -449,12 +476,27 @@ class VllmEngine:
         await asyncio.to_thread(self._children.end_all, CLOSE_S)
 
     async def _warm_up(self) -> None:
-        """What vLLM imports and compiles at its first requests shall not be charged to a rollout."""
-        prompt = np.zeros(4, dtype=np.int32)
-        room = max(1, min(3, self._max_model_len - len(prompt)))
-        names = [f"warm-up-{index}" for index in range(WARM_UP_REQUESTS)]
-        await asyncio.gather(*(self.generate(name, prompt, Sampling(1.0, room, index), 0) for index, name in enumerate(names)))
+        """What vLLM imports and compiles at its first requests shall not be charged to a rollout; and their log-probs show by
+        which way those of rollouts may come."""
+        await self.logprobs.begin_trial()
+        await self._try_all("both")
+        await self.logprobs.end_trial()
+        if not self.logprobs.asked:  # vLLM computes less where nobody asks
+            try:
+                await self._try_all("kept")
+            except RequestRefused as error:
+                await self.logprobs.give_up(str(error))
         await self._llm.reset_prefix_cache()
+
+    async def _try_all(self, name: str) -> None:
+        """Answers in all ways of drawing, of prompts of different lengths, so that no two are alike to the engine."""
+        room = max(1, min(3, self._max_model_len - WARM_UP_PROMPT))
+        for wave in (WARM_UP, GREEDY):
+            asked = []
+            for index, how in enumerate(wave):
+                prompt = np.zeros(min(WARM_UP_PROMPT + index, self._max_model_len - room), dtype=np.int32)
+                asked.append(self.generate(f"{name}-{index}", prompt, Sampling(max_tokens=room, seed=index, **how), 0))
+            await asyncio.gather(*asked)
 
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
         answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)

@@ -87,8 +87,11 @@ async def http_beside(
     inference: InferenceSettings,
     api_key: str | None = None,
     status: Status | None = None,
+    *,
+    alone: bool = False,
 ) -> AsyncIterator[str]:
-    """Serve `Engine.client` over HTTP on `listener` while the block runs; its URL, or empty without a listener.
+    """Serve `Engine.client` over HTTP on `listener` while the block runs; its URL, or empty without a listener. `model`: under
+    its name the client is asked for it. `alone`: there are no rollouts.
 
     What of it is served, to whom and how much at once: http_gate.py.
     """
@@ -101,7 +104,8 @@ async def http_beside(
         if status is not None:
             app.get("/telescope/status", response_model=None)(status.facts)
         last = inference.scheduling_policy == "priority"
-        server = _server(HttpGate(app, GateRules(api_key, inference.http_sequences, last, adapters=model.lora is not None)))
+        rules = GateRules(api_key, inference.http_sequences, last, adapters=model.lora is not None, alone=alone)
+        server = _server(HttpGate(app, rules))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     async with asyncio.timeout(START_S):
         await server.listening.wait()
@@ -220,6 +224,7 @@ async def application(client: Any, model: ModelSettings, inference: InferenceSet
     arguments.model = client.model_config.model
     arguments.served_model_name = [model.name]
     arguments.chat_template = model.chat_template
+    arguments.default_chat_template_kwargs = {"enable_thinking": model.enable_thinking}  # as rollouts have it
     arguments.tool_call_parser = inference.tool_call_parser
     arguments.enable_auto_tool_choice = inference.tool_call_parser is not None
     if inference.reasoning_parser:

@@ -70,12 +70,14 @@ class Refused(Exception):
 @dataclass(frozen=True)
 class GateRules:
     """`key`: null: none is asked for. `sequences`: that requests from outside may have in the engine at once. `last`: whether
-    the engine takes priorities, and theirs is the last. `adapters`: whether it serves adapters."""
+    the engine takes priorities, and theirs is the last. `adapters`: whether it serves adapters. `alone`: no rollout shares the
+    engine, so that a request may cost what it likes."""
 
     key: str | None
     sequences: int
     last: bool
     adapters: bool
+    alone: bool = False
 
 
 class HttpGate:
@@ -86,6 +88,7 @@ class HttpGate:
         self._free = rules.sequences
         self._bytes_free = BODIES_BYTES
         self._freed = asyncio.Condition()
+        self._beside = "" if rules.alone else "beside the rollouts "
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -119,7 +122,8 @@ class HttpGate:
             return
         given = headers.get(b"authorization", b"")
         if path not in OPEN and not hmac.compare_digest(given, f"Bearer {self._rules.key}".encode()):
-            raise Refused(401, "this server asks for its key: `telescope servers RUN_DIR` says how to give it")
+            where = "the variable that --key-env named has it" if self._rules.alone else "`telescope servers RUN_DIR` says how"
+            raise Refused(401, f"this server asks for its key, as a bearer token: {where}")
 
     def _check_body(self, data: bytes) -> dict[str, Any]:
         """What is passed on."""
@@ -129,19 +133,20 @@ class HttpGate:
             raise Refused(400, f"the body is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise Refused(400, "the body is not a JSON object")
-        _check_fields({name: value for name, value in body.items() if value is not None})
+        if not self._rules.alone:
+            _check_fields({name: value for name, value in body.items() if value is not None})
         # by what is not given, since vLLM reads "1", 1.0 and even false as numbers
         if self._rules.adapters and (body.get("prompt_logprobs") is not None or body.get("echo") not in (None, False)):
             raise Refused(
                 400,
-                "log-probs of a prompt (prompt_logprobs, echo) are not served by a run that trains adapters: vLLM ends its "
-                "engine over them; export a checkpoint and ask that",
+                "log-probs of a prompt (prompt_logprobs, echo) are not served with adapters: vLLM ends its engine over them; "
+                "export a checkpoint with --merge and ask that",
             )
         if (asked := count_sequences(body)) > self._rules.sequences:
             raise Refused(
                 400,
-                f"the request asks for {asked} answers at once, and a run serves {self._rules.sequences} beside its rollouts "
-                "(inference.http_sequences)",
+                f"the request asks for {asked} answers at once, and {self._rules.sequences} are served "
+                f"{self._beside}(inference.http_sequences)",
             )
         if self._rules.last:
             body["priority"] = LAST_PRIORITY
@@ -178,7 +183,7 @@ class HttpGate:
 
     @asynccontextmanager
     async def _places(self, wanted: int) -> AsyncIterator[None]:
-        full = f"{self._rules.sequences} answers are under way beside the rollouts: come again"
+        full = f"{self._rules.sequences} answers are under way {self._beside}(inference.http_sequences): come again"
         await self._wait_for(lambda: self._free >= wanted, full)
         self._free -= wanted
         try:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from telescope.config.sections import LoraSettings, WeightSyncSettings
-from telescope.inference.engine import Generated, WeightsRefused, WeightState
+from telescope.inference.engine import EngineRefused, Generated, WeightsRefused, WeightState
 from telescope.inference.vllm.adapters import (
     CalledOff,
     LoraAdapter,
@@ -71,9 +71,20 @@ class LoraEngine(VllmEngine):
     async def _open(self) -> None:
         """The model's own weights never change: there is nothing to be found out."""
 
-    def _memory(self) -> dict[str, float]:
+    def _update_bytes(self) -> int:
         """An adapter needs no staging buffer."""
-        return {}
+        return 0
+
+    @raise_when_dead
+    async def serve_folder(self, folder: Path) -> None:
+        """Load the adapter in `folder`, as peft writes it, and serve it from now on; the folder stays where it is. Raises
+        `EngineRefused`."""
+        adapter = self._adapters.adopt(folder, self._plan.version)
+        try:
+            await self._added(adapter)
+        except WeightsRefused as error:
+            raise EngineRefused(f"the adapter in {folder} can't be served: {error}") from error
+        self._adapters.serving = adapter
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 

@@ -145,6 +145,11 @@ def spare_bytes(plan: ServerPlan, sync: WeightSyncSettings) -> int:
     return turn_bytes(checkpoint, tied, dtype, sync.bucket_bytes)
 
 
+def logprob_bytes(plan: ServerPlan) -> int:
+    """Bytes on a server's first card in which log-probs are kept until a request ends: a float32 for each token of each."""
+    return 4 * (plan.inference.max_num_seqs or _max_num_seqs(plan)) * (plan.inference.max_model_len + 1)
+
+
 def served_dtype(plan: ServerPlan) -> str:
     """`auto` is bfloat16 on a GPU and the master weights' precision on a CPU."""
     if plan.inference.dtype != "auto":

@@ -18,12 +18,11 @@ from telescope.inference.vllm.token_versions import VersionSpans
 from telescope.records import FinishReason
 
 
-def generated(output: Any, spans: VersionSpans, version: int, total_s: float) -> Generated:
-    """The answer to a request, of a finished output. `version`: served now. Raises `RequestRefused`."""
+def generated(output: Any, logprobs: np.ndarray, spans: VersionSpans, version: int, total_s: float) -> Generated:
+    """The answer to a request, of a finished output and its tokens' log-probs. `version`: served now. Raises
+    `RequestRefused`."""
     completion = output.outputs[0]
     ids = np.asarray(completion.token_ids, dtype=np.int32)
-    kept = completion.logprobs
-    logprobs = np.asarray([kept.logprobs[i] for i in kept.start_indices] if kept else [], dtype=np.float32)
     versions = spans.of(len(ids))
     if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
         raise RequestRefused(

@@ -1,8 +1,8 @@
 """Our methods inside each vLLM worker process: stage a published version of the weights, check it whole, put it in place.
 
 vLLM imports this module in the worker and adds `WeightExtension` to its worker class; `collective_rpc` calls the methods by
-name. Arguments and answers are strings and numbers, so that no pickle is needed. Owns what happens inside the worker; refuses
-to decide when (engine.py does, and vLLM runs these methods between two engine steps).
+name. Arguments and answers are strings, numbers, bytes and lists of these, so that no pickle is needed. Owns what happens
+inside the worker; refuses to decide when (engine.py does, and vLLM runs these methods between two engine steps).
 
 Importing it is the only hook that vLLM gives before the model is loaded, so the repairs run at import.
 """
@@ -19,6 +19,7 @@ import torch
 
 from telescope.inference.vllm.copy_plan import BoundPlan, CopyPlan, Flat, NoPlan, copy_all, differences, record
 from telescope.inference.vllm.experts import check_arranged, layers_with_experts, record_arranged
+from telescope.inference.vllm.kept_logprobs import CannotKeep, KeptLogprobs, keep
 from telescope.inference.vllm.model_tensors import (
     checkpoint_tensors,
     disagreements,
@@ -46,6 +47,7 @@ class WeightExtension:
     device: Any
     rank: int
     telescope_weights: Any  # Weights, once opened
+    telescope_logprobs: KeptLogprobs | None = None
 
     def telescope_open(self, opening: str) -> str:
         """Get ready for updates (an UpdateSetup in JSON): the answer is an UpdateSupport in JSON."""
@@ -80,6 +82,31 @@ class WeightExtension:
 
     def telescope_forget(self, version: int) -> None:
         self.telescope_weights.staging.forget(version)
+
+    def telescope_keep_logprobs(self) -> str:
+        """Keep the log-probs of sampled tokens from now on. The answer: why not, or empty. One worker of several is enough."""
+        if self.rank:
+            return ""
+        rows, positions = self.vllm_config.scheduler_config.max_num_seqs, self.vllm_config.model_config.max_model_len
+        try:
+            self.telescope_logprobs = keep(self.model_runner, rows, positions, torch.device(self.device or "cpu"))
+        except CannotKeep as cause:
+            return str(cause)
+        except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as cause:  # another vLLM, or no memory
+            return f"{type(cause).__name__}: {cause}"
+        return ""
+
+    def telescope_take_logprobs(self, wanted: list[tuple[str, int, int]]) -> bytes:
+        """Of ended requests, by vLLM's names: the kept log-probs of so many tokens from a position on, float32, one request
+        after another. NaN where none was kept."""
+        if self.telescope_logprobs is None:
+            return b""
+        return b"".join(self.telescope_logprobs.take(*one).tobytes() for one in wanted)
+
+    def telescope_drop_logprobs(self) -> None:
+        if self.telescope_logprobs is not None:
+            self.telescope_logprobs.undo()
+            self.telescope_logprobs = None
 
     def telescope_running(self) -> dict[str, int]:
         """Sampled tokens of each request that the worker still holds, by vLLM's internal id."""

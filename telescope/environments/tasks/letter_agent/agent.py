@@ -19,9 +19,11 @@ Ask = Callable[[list[dict[str, str]]], str]
 
 
 def ask_by_sdk(messages: list[dict[str, str]]) -> str:
-    from openai import OpenAI
+    from openai import DefaultHttpxClient, OpenAI
 
-    said = OpenAI(timeout=ANSWER_S).chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)  # type: ignore[arg-type]
+    # No proxy of the environment's: the address is this machine's own.
+    client = OpenAI(timeout=ANSWER_S, http_client=DefaultHttpxClient(trust_env=False))
+    said = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)  # type: ignore[arg-type]
     return said.choices[0].message.content or ""
 
 

@@ -62,7 +62,9 @@ class Loop(vf.Harness[LoopConfig]):
     ) -> ProgramResult:
         messages = [{"role": "user", "content": data.prompt}]
         said = ""
-        async with httpx.AsyncClient(timeout=ANSWER_S, headers={"authorization": f"Bearer {secret}"}) as client:
+        headers = {"authorization": f"Bearer {secret}"}
+        # No proxy of the environment's: the address is this machine's own.
+        async with httpx.AsyncClient(timeout=ANSWER_S, headers=headers, trust_env=False) as client:
             for _ in range(self.config.guesses):
                 body = {"model": ctx.model, "messages": messages}
                 answer = await client.post(f"{endpoint}/chat/completions", json=body)
