@@ -73,8 +73,9 @@ def refuse_moments(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     if config.model.dtype != "float32":
         yield (
             ("backend.use_precision_aware_optimizer", "model.dtype"),
-            "backend.use_precision_aware_optimizer=true rounds the moments of steps in float32, and "
-            f"model.dtype={config.model.dtype} has both in that precision: set model.dtype=float32, or leave it out",
+            "backend.use_precision_aware_optimizer=true rounds moments after steps in float32, and with "
+            f"model.dtype={config.model.dtype} steps and moments are in that precision: set model.dtype=float32, or "
+            "use_precision_aware_optimizer=false",
         )
     for name, beta in zip(("exp_avg_dtype", "exp_avg_sq_dtype"), config.trainer.betas, strict=True):
         if getattr(config.backend, name) == "bfloat16" and (1 - beta) * BFLOAT16_FORGETS < 1:

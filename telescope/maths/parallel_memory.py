@@ -7,6 +7,7 @@ Owns which part of a layer each of the ranks holds. Refuses settings, files and 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from telescope.maths.memory import PIECE_BYTES, Checkpointing, ModelShape, TrainerMemory, layer_activation_bytes
 
@@ -15,7 +16,7 @@ def parallel_memory(
     shape: ModelShape, *, tensor: int, copies: int, spread_sequence: bool, spread_moments: bool, row_tokens: int, chunk: int,
     weight_bytes: int = 4, compute_bytes: int = 2, gradient_bytes: int = 4, checkpointing: Checkpointing = True,
     reference: bool = False, handed_bytes: int = 0, layers: int | None = None, begins: bool = True, ends: bool = True,
-    rows_held: float = 1.0, sharing: int = 1, moment_bytes: tuple[int, int] | None = None, hosted: float = 0.0,
+    rows_held: float = 1.0, sharing: int = 1, moment_bytes: Sequence[int] | None = None, hosted: float = 0.0,
 ) -> TrainerMemory:  # fmt: skip
     """One of `tensor` ranks that hold a model together, or a stage of it, with AdamW. There are `copies` ranks with equal parts
     of it. `sharing` ranks share each row of `row_tokens`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from telescope.backends.common import stored_states
+from telescope.backends.common.staging import pin
 from telescope.backends.common.stored_states import Home, StoredStates
 
 BETAS = (0.9, 0.95)
@@ -114,6 +116,31 @@ def test_a_hosted_weight_lies_in_its_own_memory_between_steps_and_is_told_of_whe
     assert told == [[400], [7, 90], [250]]
     assert [parameter.data_ptr() for parameter in parameters] == homes
     assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_memory_stays_pinned_while_the_numbers_of_a_weight_come_and_go_and_no_longer_than_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = list[tuple[str, int]]()
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            calls.append(("register", address))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> None:
+            calls.append(("unregister", address))
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    parameter = weights()[0]
+    address = parameter.data_ptr()
+    pin(parameter)
+    states = StoredStates(optimizer_of([parameter]), "cpu", lambda *_: Home(), [parameter])
+    states.step_with([(parameter, gradients(0)[0])])
+    assert calls == [("register", address)]
+    del states, parameter
+    gc.collect()
+    assert calls == [("register", address), ("unregister", address)]
 
 
 def test_gradients_of_fewer_bits_are_widened_a_piece_at_a_time() -> None:

@@ -58,6 +58,10 @@ def test_heads_and_experts_of_a_model_that_lies_here_are_checked_at_the_command_
     four = (ranks, "backend.pipeline_parallel_size=2", "backend.expert_parallel_size=4")
     assert shared in problems(*four, num_experts=6)
     assert "expert_parallel_size" not in problems(*four, num_experts=8)
+    assert "deals out experts, and this model has none: set it to 1" in problems(*four)
+    whole_rows = (ranks, "backend.tensor_parallel_size=2", "backend.sequence_parallel=false")
+    assert "each would send all of them to its experts" in problems(*whole_rows, num_experts=8)
+    assert "sequence_parallel" not in problems(*whole_rows)
 
 
 def test_moments_whose_bits_would_give_back_what_a_step_takes_are_refused():
@@ -71,7 +75,7 @@ def test_moments_whose_bits_would_give_back_what_a_step_takes_are_refused():
     assert "backend.exp_avg_dtype" not in said
     assert "set trainer.betas=[0.9, 0.95], say, or backend.exp_avg_sq_dtype=float32" in said
     said = sentences(compose_one(*both, "trainer.betas=[0.9, 0.95]", "model.dtype=bfloat16"))
-    assert "model.dtype=bfloat16 has both in that precision: set model.dtype=float32, or leave it out" in said
+    assert "steps and moments are in that precision: set model.dtype=float32, or use_precision_aware_optimizer=false" in said
 
 
 def test_adapters_are_refused_with_the_backend_that_trains_them():

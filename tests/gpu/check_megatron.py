@@ -10,7 +10,8 @@ GPUs, with and without recorded routing (`--models experts "experts, replayed"`:
 Worlds whose name has `TE` or `FP8` in it want Transformer Engine, and are left out where it is not installed: its layers are
 held to what bfloat16 is, FP8 to `FP8_FAR`. On one GPU a sample's log-probs must not depend on what else is in its row, to the
 bit (but where FP8 has one scale for all of a tensor), and those taken without a gradient are those that training computes. A
-checkpoint of one kind of layers is gone on with by the other.
+checkpoint of one kind of layers is gone on with by the other. In worlds whose name has `hosted` in it, what lies in host memory
+must be pinned.
 
 `--only` takes worlds whose name has one of these in it. `--speed` times models of real shapes (`--shape 0.6B 4B`) beside FSDP's
 compiled layers, `--profile` says where that time goes on the GPU, and `--no-agreement` leaves all else out. Exits 0 only if all
@@ -40,7 +41,7 @@ from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, World
 from telescope.backends.common import shards
 from telescope.backends.fsdp import FSDP
-from telescope.backends.megatron import Megatron, has_engine
+from telescope.backends.megatron import MOMENTS, Megatron, has_engine
 from telescope.maths import packing
 from telescope.maths.support import Support
 from tests.backends.megatron_watching import on_cpu
@@ -307,6 +308,8 @@ def compute(rank: int, order: Order, world: World, again: int) -> None:
         found["weights"] = dict(backend.weights())
         if order.size == 1 and order.chooses_layers:
             found |= found_alone(backend, own)
+        if order.device == "cuda" and order.settings.get("optimizer_cpu_offload"):
+            found["pinned"] = all_pinned(backend)
         if order.resumed:
             found["resumed"] = gone_on(backend, order, own, world, again)
         else:
@@ -340,6 +343,16 @@ def found_alone(backend: Any, own: Any) -> dict[str, float]:
         trained = backend._policy(given, 256)[0].detach()
         apart = max(apart, float((trained - backend._policy.logprobs_only(given, 256)).abs().max()))
     return {"neighbours": float(np.nanmax(np.abs(one - two))), "trained": apart}
+
+
+def all_pinned(backend: Any) -> bool:
+    """Of weights and moments, those in host memory."""
+    pieces = [backend._masters.pieces[name] for name in backend._masters.hosted]
+    found = [
+        *(piece.updated for piece in pieces),
+        *(backend._updater.moment(kind, piece) for piece in pieces for kind in MOMENTS),
+    ]
+    return all(each.is_cuda or each.is_pinned() for each in found)
 
 
 def gone_on(backend: Any, order: Order, own: Any, world: World, port: int) -> float:
@@ -499,9 +512,11 @@ def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float
         fine &= (gap or 0.0) <= 0.2
     behind = float(found.get("resumed", 0.0))
     fine &= behind <= (0.0 if precision == "float32" else ACROSS if order.crossed else RESUMED)
-    alone = ""
+    pinned = bool(found.get("pinned", True))
+    alone = "" if pinned else ", NOT PINNED"
+    fine &= pinned
     if "neighbours" in found:
-        alone = f", neighbours {found['neighbours']:.1e}, trained {found['trained']:.1e}"
+        alone += f", neighbours {found['neighbours']:.1e}, trained {found['trained']:.1e}"
         fine &= found["trained"] <= TRAINED and (found["neighbours"] == 0.0 or order.settings.get("fp8_recipe") == "tensorwise")
     loss = abs(found["metrics"]["loss"] - exact["metrics"]["loss"])
     print(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from telescope.backends.common.staging import host_tensor
+from telescope.backends.common.staging import pin
 from telescope.backends.common.stored_states import Home, StoredStates
 from tests.gpu.needed import need_gpus
 
@@ -41,7 +41,10 @@ def make_parameters(hosted: Sequence[int]) -> list[nn.Parameter]:
     found = []
     for place, size in enumerate(SIZES):
         drawn = torch.randn(size, generator=random, device=DEVICE)
-        found.append(nn.Parameter(host_tensor((size,), torch.float32, pinned=True).copy_(drawn) if place in hosted else drawn))
+        parameter = nn.Parameter(drawn.cpu() if place in hosted else drawn)
+        if place in hosted:
+            pin(parameter)
+        found.append(parameter)
     return found
 
 
@@ -91,7 +94,7 @@ def step_stored(dtypes: dict[str, torch.dtype], hosted: Sequence[int]) -> tuple[
 
 
 def main() -> int:
-    argparse.ArgumentParser(prog="python -m tests.gpu.check_stored_states", description=str(__doc__).splitlines()[0]).parse_args()
+    argparse.ArgumentParser(description=str(__doc__).splitlines()[0]).parse_args()
     need_gpus()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     good = True

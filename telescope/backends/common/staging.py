@@ -62,18 +62,22 @@ class HostCopies:
 
 
 def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, touched: bool = False) -> Tensor:
-    """Not filled yet. `pinned`: a GPU copies from and to it by itself; `touched`: its pages are there before that, see
-    `HostCopies.reserve`. Raises RuntimeError where that much can't be pinned."""
+    """Not filled yet. `pinned`: see `pin`; `touched`: its pages are there before that, see `HostCopies.reserve`."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     if touched:
         tensor.zero_()
-    if pinned and tensor.nbytes:
-        _pin(tensor)
+    if pinned:
+        pin(tensor)
     return tensor
 
 
-def _pin(tensor: Tensor) -> None:
-    """In place, and exactly its bytes: torch's allocator of pinned memory rounds up to powers of two."""
+def pin(tensor: Tensor) -> None:
+    """Let GPUs copy from and to its memory by themselves, as long as this very object lives: not one that shares the memory.
+
+    In place, and exactly its bytes: torch's allocator of pinned memory rounds up to powers of two. Raises RuntimeError where
+    that much can't be pinned."""
+    if not tensor.nbytes:
+        return
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()
     if code := int(runtime.cudaHostRegister(address, tensor.nbytes, PORTABLE)):

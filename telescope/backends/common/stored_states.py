@@ -37,7 +37,7 @@ class Home:
 ON_HOST = Home(on_host=True)
 
 
-def keep(parameters: Sequence[nn.Parameter]) -> None:
+def tell_nobody(parameters: Sequence[nn.Parameter]) -> None:
     """Nobody else needs to know what was stepped."""
 
 
@@ -68,7 +68,7 @@ class StoredStates:
         for parameter, gradient in given:
             parameter.grad = gradient
 
-    def step_with(self, given: Gradients, stepped: Callable[[Sequence[nn.Parameter]], None] = keep) -> None:
+    def step_with(self, given: Gradients, stepped: Callable[[Sequence[nn.Parameter]], None] = tell_nobody) -> None:
         """One step by these gradients, which may lie in another precision than the parameters. `stepped` is told which of them
         have new numbers, while these are on the device."""
         for piece in pieces(given, AT_ONCE_BYTES):
@@ -92,7 +92,7 @@ class StoredStates:
             state = self._optimizer.state.get(parameter, {})
             for name, value in state.items():
                 if self._travels(parameter, name, value) and not self._is_stored(parameter, name, value):
-                    state[name] = self._stored(parameter, name, value)
+                    state[name] = self._store(parameter, name, value)
 
     @torch.no_grad()
     def _send_weights_home(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -103,17 +103,17 @@ class StoredStates:
     @torch.no_grad()
     def _fetch(self, parameter: nn.Parameter) -> None:
         if id(parameter) in self._hosted:
-            parameter.data = self._brought(parameter.data, parameter.dtype)
+            parameter.data = self._bring(parameter.data, parameter.dtype)
         state = self._optimizer.state.get(parameter, {})
         for name, value in state.items():
             if self._travels(parameter, name, value):
                 wanted = value.dtype if self._home(parameter, name).dtype is None else parameter.dtype
-                state[name] = placed_like(value, self._brought(local(value), wanted))
+                state[name] = placed_like(value, self._bring(local(value), wanted))
 
-    def _brought(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    def _bring(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(stored, dtype=dtype, device=self._device).copy_(stored, non_blocking=True)
 
-    def _stored(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
+    def _store(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
         key, part = (id(parameter), name), local(value)
         if key not in self._stores:
             self._stores[key] = self._make_store(part, self._home(parameter, name))

@@ -39,7 +39,8 @@ BROKEN_ENGINE = (
 FP8_BLOCK = {"blockwise": 128, "tensorwise": 16}
 """Of what a recipe's products want multiples: of a rank's tokens of a row, and of the widths of its matrices."""
 HALF = ("bfloat16", "float16")
-KINDS_OF_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Of AdamW, by its own names."""
 SCALED_SUMS = (
     "backend.grad_reduce_in_fp32=false keeps gradients in float16 without the scale of the loss, where small ones are zero: "
     "set grad_reduce_in_fp32=true, or mixed_precision_dtype=bfloat16"
@@ -77,9 +78,9 @@ class Megatron(BackendSettings):
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel ranks while the last row's backward pass is under way, rather than after it."""
     optimizer_cpu_offload: bool = False
-    """Keep weights that are updated, where they are others than those that compute, and moments in pinned host memory between
-    updates. They come to the GPU some 256 MiB at a time and are stepped there: the same update to the bit, for up to 24 bytes a
-    parameter over the bus."""
+    """Between updates keep moments in pinned host memory, and where others compute (mixed_precision_dtype) the weights that are
+    updated, too. They come to the GPU some 256 MiB at a time and are stepped there: the same update to the bit, for up to 24
+    bytes a parameter over the bus."""
     optimizer_offload_fraction: float = Field(default=1.0, ge=0, le=1)
     """With optimizer_cpu_offload, how much of what a rank updates is in host memory: whole parameters, or pieces of them where
     they are spread over ranks, the largest first."""
@@ -87,10 +88,10 @@ class Megatron(BackendSettings):
     """Keep moments between updates as exp_avg_dtype and exp_avg_sq_dtype say. Steps are computed in float32, and each moment is
     then rounded to the nearest number."""
     exp_avg_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of AdamW's first moment, with use_precision_aware_optimizer."""
+    """Precision of AdamW's first moment between updates, with use_precision_aware_optimizer."""
     exp_avg_sq_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of AdamW's second moment, with use_precision_aware_optimizer. bfloat16 needs trainer.betas that forget faster than the
-    default."""
+    """Precision of AdamW's second moment between updates, with use_precision_aware_optimizer. bfloat16 needs trainer.betas
+    whose second number is 0.996 or less."""
     mixed_precision_dtype: Literal["bfloat16", "float16", "float32"] | None = "bfloat16"
     """Precision of forward and backward. Weights that are updated stay in model.dtype beside those that compute. null: that of
     the weights themselves."""
@@ -153,10 +154,10 @@ class Megatron(BackendSettings):
         return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
     def moment_dtypes(self, model_dtype: str) -> dict[str, str]:
-        """By moment, what it is kept in, where weights are updated in `model_dtype`."""
+        """By moment, its precision between updates, where weights are updated in `model_dtype`."""
         if not self.use_precision_aware_optimizer:
-            return dict.fromkeys(KINDS_OF_MOMENTS, model_dtype)
-        return dict(zip(KINDS_OF_MOMENTS, (self.exp_avg_dtype, self.exp_avg_sq_dtype), strict=True))
+            return dict.fromkeys(MOMENTS, model_dtype)
+        return dict(zip(MOMENTS, (self.exp_avg_dtype, self.exp_avg_sq_dtype), strict=True))
 
     @property
     def fp8_format(self) -> Literal["e4m3", "hybrid"] | None:
@@ -242,7 +243,7 @@ class Megatron(BackendSettings):
                 "backend.sequence_parallel=false these are summed over ranks in place: set sequence_parallel=auto, or "
                 "gradient_checkpointing=full",
             )
-        yield from self._idle_of_the_optimizer()
+        yield from self._optimizer_errors()
         if self.mixed_precision_dtype == "float16" and not self.grad_reduce_in_fp32:
             yield ("backend.grad_reduce_in_fp32", "backend.mixed_precision_dtype"), SCALED_SUMS
         yield from self._engine_errors()
@@ -255,7 +256,7 @@ class Megatron(BackendSettings):
                 f"or {workers}={2 * model} or more",
             )
 
-    def _idle_of_the_optimizer(self) -> Iterator[tuple[tuple[str, ...], str]]:
+    def _optimizer_errors(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Settings of how the optimiser's state is kept that would do nothing."""
         offload, share = "backend.optimizer_cpu_offload", "backend.optimizer_offload_fraction"
         if self.optimizer_cpu_offload and not self.optimizer_offload_fraction:
@@ -329,13 +330,8 @@ class Megatron(BackendSettings):
     def model_errors(self, counts: ModelCounts) -> Iterator[tuple[tuple[str, ...], str]]:
         """See `BackendSettings.model_errors`."""
         yield from self._uneven_heads(counts)
+        yield from self._expert_errors(counts.experts)
         stages, laps, layers = self.pipeline_parallel_size, self.virtual_pipeline_size, counts.layers
-        if counts.experts % self.expert_parallel_size:
-            yield (
-                ("backend.expert_parallel_size", "model.name"),
-                f"backend.expert_parallel_size={self.expert_parallel_size} must divide the model's {counts.experts} experts: "
-                f"set it to one of {write_divisors(counts.experts)}",
-            )
         if layers is None:
             return
         if stages > layers:
@@ -349,6 +345,27 @@ class Megatron(BackendSettings):
                 ("backend.virtual_pipeline_size", "backend.pipeline_parallel_size", "model.name"),
                 f"backend.virtual_pipeline_size={laps} times backend.pipeline_parallel_size={stages} is more than the {layers} "
                 f"layers of the model, and each stretch needs one: set virtual_pipeline_size={layers // stages} or less",
+            )
+
+    def _expert_errors(self, experts: int) -> Iterator[tuple[tuple[str, ...], str]]:
+        """`experts` of each layer that has some; 0: the model has none."""
+        size = self.expert_parallel_size
+        if size > 1 and not experts:
+            yield (
+                ("backend.expert_parallel_size", "model.name"),
+                f"backend.expert_parallel_size={size} deals out experts, and this model has none: set it to 1",
+            )
+        if experts % size:
+            yield (
+                ("backend.expert_parallel_size", "model.name"),
+                f"backend.expert_parallel_size={size} must divide the model's {experts} experts: set it to one of "
+                f"{write_divisors(experts)}",
+            )
+        if experts and self.tensor_parallel_size > 1 and not self.spreads_sequence():
+            yield (
+                ("backend.sequence_parallel", "backend.tensor_parallel_size", "model.name"),
+                f"backend.sequence_parallel=false gives each of backend.tensor_parallel_size={self.tensor_parallel_size} ranks "
+                "all tokens of a row, and each would send all of them to its experts: set sequence_parallel=auto",
             )
 
     def _uneven_heads(self, counts: ModelCounts) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -196,7 +196,6 @@ def _strange(config: Any, settings: Megatron) -> Iterator[str]:
             yield f"its config.json has {name}=true, which backend=megatron does not compute: set backend=fsdp"
     if config.hidden_act != "silu":
         yield f"its config.json has hidden_act={config.hidden_act}, and backend=megatron computes silu alone: set backend=fsdp"
-    yield from _strange_experts(facts, settings)
     yield from _strange_in_fp8(config, facts, settings)
     if config.intermediate_size % size and len(facts.expert_layers) < facts.layers:
         yield (
@@ -205,18 +204,6 @@ def _strange(config: Any, settings: Megatron) -> Iterator[str]:
         )
     if -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
         yield f"backend.tensor_parallel_size={size} is too many for its vocabulary of {config.vocab_size} tokens: set fewer"
-
-
-def _strange_experts(facts: ModelDimensions, settings: Megatron) -> Iterator[str]:
-    size = settings.expert_parallel_size
-    if size > 1 and not facts.expert_layers:
-        yield f"backend.expert_parallel_size={size} deals out experts, and this model has none: set it to 1"
-    if facts.expert_layers and settings.tensor_parallel_size > 1 and not settings.spreads_sequence():
-        yield (
-            "backend.sequence_parallel=false gives each of backend.tensor_parallel_size="
-            f"{settings.tensor_parallel_size} ranks all tokens of a row, and each would send all of them to its experts: set "
-            "sequence_parallel=auto"
-        )
 
 
 def _strange_in_fp8(config: Any, facts: ModelDimensions, settings: Megatron) -> Iterator[str]:

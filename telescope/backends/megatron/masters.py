@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from telescope.backends.common.staging import host_tensor
+from telescope.backends.common.staging import pin
 from telescope.backends.megatron.parallel import Copies, Parallel
 
 
@@ -85,12 +85,14 @@ class Masters:
         parameter = self.parameters[name]
         computing = parameter.detach().view(-1)[start:stop]
         gradient: Tensor = parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
-        updated = computing
-        if computing.dtype != self.dtype and name in self.hosted:
-            updated = host_tensor(computing.shape, self.dtype, pinned=computing.is_cuda)
-        elif computing.dtype != self.dtype:
-            updated = torch.empty_like(computing, dtype=self.dtype)
-        return UpdatedPiece(start, stop, nn.Parameter(updated), computing, gradient)
+        if computing.dtype == self.dtype:
+            return UpdatedPiece(start, stop, nn.Parameter(computing), computing, gradient)
+        on_host = name in self.hosted
+        where = "cpu" if on_host else computing.device
+        updated = nn.Parameter(torch.empty_like(computing, dtype=self.dtype, device=where))
+        if on_host and computing.is_cuda:
+            pin(updated)
+        return UpdatedPiece(start, stop, updated, computing, gradient)
 
     # ---- values
 

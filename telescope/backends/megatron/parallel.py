@@ -179,7 +179,7 @@ def _make_pipes(world: World, stage_ranks: int, stages: int, pipes: int, timeout
 
 def _own_group(world: World, ranks: Sequence[list[int]], timeout_s: float) -> dist.ProcessGroup:
     """Of these groups, which all ranks make, the one that this rank is in. A collective."""
-    groups = [dist.new_group(members, timeout=timedelta(seconds=timeout_s)) for members in ranks]
+    groups: list[dist.ProcessGroup] = [dist.new_group(members, timeout=timedelta(seconds=timeout_s)) for members in ranks]
     return next(group for members, group in zip(ranks, groups, strict=True) if world.rank in members)
 
 

@@ -22,8 +22,6 @@ def rank_memory(
     """Of one of `ranks`, of the stage that needs most; `seq_len` in place of the trainer's."""
     computing = BYTES[settings.mixed_precision_dtype or model.dtype]
     stages = settings.pipeline_parallel_size
-    first, second = (BYTES[dtype] for dtype in settings.moment_dtypes(model.dtype).values())
-    moments = first, second
 
     def of_stage(stage: int) -> TrainerMemory:
         stretches = layout.of(stage)
@@ -39,7 +37,7 @@ def rank_memory(
             weight_bytes=BYTES[model.dtype],
             compute_bytes=computing,
             gradient_bytes=4 if settings.grad_reduce_in_fp32 else computing,
-            moment_bytes=moments,
+            moment_bytes=[BYTES[dtype] for dtype in settings.moment_dtypes(model.dtype).values()],
             hosted=settings.hosted_share,
             checkpointing=settings.gradient_checkpointing,
             reference=reference,

@@ -23,10 +23,10 @@ class PieceUpdater(Updater):
 
     def __init__(
         self, job: Job, ddps: Sequence[Any], masters: Masters, everywhere: Mapping[str, bool], *, scaled: bool,
-        moment_dtypes: Mapping[str, torch.dtype] | None = None,
+        moment_dtypes: Mapping[str, torch.dtype],
     ) -> None:  # fmt: skip
         """`everywhere`: by parameter, whether all ranks of a stage have all of it. `moment_dtypes`: by kind, of moments between
-        updates, where it is not that of the weights that are updated."""
+        updates."""
         super().__init__(job, scaled=scaled)
         self._ddps, self._masters, self._everywhere = ddps, masters, everywhere
         self.steps = 0.0
@@ -40,14 +40,14 @@ class PieceUpdater(Updater):
         groups = [{"params": found, "weight_decay": decay} for found, decay in given if found]
         nothing = [{"params": [nn.Parameter(torch.zeros(0))], "weight_decay": 0.0}]  # a rank may have padding alone
         self.optimizer = torch.optim.AdamW(groups or nothing, lr=trainer.learning_rate, betas=trainer.betas, fused=bool(groups))
-        self._moment_dtypes = moment_dtypes or {}
-        hosted = [masters.pieces[name].updated for name in masters.hosted]
-        homes = {id(parameter) for parameter in hosted}
+        self.moment_dtypes = moment_dtypes
+        away = [masters.pieces[name] for name in masters.hosted]
+        hosted = {id(piece.updated) for piece in away}
 
         def home(parameter: Tensor, kind: str) -> Home:
-            return Home(on_host=id(parameter) in homes, dtype=self._moment_dtypes.get(kind))
+            return Home(on_host=id(parameter) in hosted, dtype=moment_dtypes[kind])
 
-        weights = [piece.updated for name, piece in masters.pieces.items() if name in masters.hosted and piece.apart]
+        weights = [piece.updated for piece in away if piece.apart]
         self._stored = StoredStates(self.optimizer, job.world.device, home, weights)
 
     def _gradients(self) -> Iterable[Tensor]:
@@ -81,10 +81,6 @@ class PieceUpdater(Updater):
         """`exp_avg` or `exp_avg_sq` of a piece, as it is between updates."""
         found: Tensor = self.optimizer.state[piece.updated][kind]
         return found
-
-    def moment_dtype(self, kind: str) -> torch.dtype:
-        """Of a moment between updates."""
-        return self._moment_dtypes.get(kind, self._masters.dtype)
 
     def make_state(self, steps: float) -> None:
         """Let the optimiser make its moments, so that they can be read into, and say that it made so many steps: a step with a
