@@ -209,6 +209,7 @@ def _memory(config: RunConfig, shape: ModelShape, card: GpuCard | None) -> Itera
         yield describe_trainer_memory(memory, config.cluster.trainer_num_workers)
     if isinstance(config.backend, Megatron):
         waits = ", without the wait of its stages for each other" if config.backend.pipeline_parallel_size > 1 else ""
+        waits += ", without the way of its moments over the bus" if config.backend.optimizer_cpu_offload else ""
         yield f"The steps of backend=megatron are taken to be as long as those of backend=fsdp{waits}."
     if card is not None:
         yield describe_server_memory(estimate_server(config, shape, card), config.inference.max_model_len, card)

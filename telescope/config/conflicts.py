@@ -16,7 +16,7 @@ from telescope.config import plugins, vllm_arguments
 from telescope.config.evals import find_mistakes, find_server_mistakes
 from telescope.config.free_text import find_literal_secrets
 from telescope.config.models import read_counts
-from telescope.config.precision import refuse_training_dtype, warn_of_training_dtype
+from telescope.config.precision import refuse_moments, refuse_training_dtype, warn_of_training_dtype
 from telescope.config.run import RunConfig
 from telescope.config.sections import WeightSyncSettings
 from telescope.flow.limits import EVAL_SPLIT
@@ -514,6 +514,7 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
 def _training_dtype(config: RunConfig) -> Iterator[Conflict]:
     if sentence := refuse_training_dtype(config):
         yield Conflict(("model.dtype", "model.lora"), sentence)
+    yield from (Conflict(paths, sentence) for paths, sentence in refuse_moments(config))
 
 
 def _typed(value: object) -> str:

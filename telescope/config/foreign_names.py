@@ -106,10 +106,15 @@ megatron_use_distributed_optimizer | backend.use_distributed_optimizer
 megatron_overlap_grad_reduce | backend.overlap_grad_reduce
 megatron_use_transformer_engine | backend.use_transformer_engine
 megatron_fp8 | backend.fp8
-megatron_global_batch_size megatron_disable_unified_memory_jit megatron_optimizer_cpu_offload
-    megatron_optimizer_offload_fraction megatron_overlap_cpu_optimizer_d2h_h2d
-    megatron_use_precision_aware_optimizer megatron_main_grads_dtype megatron_main_params_dtype
-    megatron_exp_avg_dtype megatron_exp_avg_sq_dtype | - | The Megatron backend does not have it yet
+megatron_optimizer_cpu_offload | backend.optimizer_cpu_offload
+megatron_optimizer_offload_fraction | backend.optimizer_offload_fraction
+megatron_use_precision_aware_optimizer | backend.use_precision_aware_optimizer
+megatron_exp_avg_dtype | backend.exp_avg_dtype
+megatron_exp_avg_sq_dtype | backend.exp_avg_sq_dtype
+megatron_main_params_dtype | - | Weights are updated in model.dtype
+megatron_main_grads_dtype | - | backend.grad_reduce_in_fp32 says in which precision gradients are summed
+megatron_global_batch_size megatron_disable_unified_memory_jit
+    megatron_overlap_cpu_optimizer_d2h_h2d | - | The Megatron backend does not have it
 checkpoint_every | checkpoint.every
 checkpoint_save_training_state | checkpoint.save_training_state
 checkpoint_dir | checkpoint.dir

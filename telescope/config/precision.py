@@ -5,6 +5,8 @@ Looks at no device itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from telescope.config.run import RunConfig
 
 LIMITS_NATS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05, "fp8": 0.3}
@@ -12,6 +14,8 @@ LIMITS_NATS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05, "fp8": 0.3}
 (0.1 with experts, whose router may choose otherwise), 0.015 in fp8 (0.23 with drawn weights)."""
 BFLOAT16_KEEPS = 512
 """A number of bfloat16, which has 8 bits, stays what it is where less than its 512th part is added."""
+BFLOAT16_FORGETS = 256
+"""And one from which less than its 256th part is taken may stay so: what is left is nearer to it than to the next one below."""
 
 
 def served_precision(config: RunConfig, device: str) -> str:
@@ -60,3 +64,24 @@ def warn_of_training_dtype(config: RunConfig) -> str | None:
         f"leaves those above {BFLOAT16_KEEPS * rate:.2g} as they are; set model.dtype=float32 "
         "(backend.mixed_precision_dtype=bfloat16 computes in half precision)"
     )
+
+
+def refuse_moments(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Why moments can't be kept in the precision that is set: settings, and a sentence with the remedy."""
+    if not getattr(config.backend, "use_precision_aware_optimizer", False):
+        return
+    if config.model.dtype != "float32":
+        yield (
+            ("backend.use_precision_aware_optimizer", "model.dtype"),
+            "backend.use_precision_aware_optimizer=true rounds moments after steps in float32, and with "
+            f"model.dtype={config.model.dtype} steps and moments are in that precision: set model.dtype=float32, or "
+            "use_precision_aware_optimizer=false",
+        )
+    for name, beta in zip(("exp_avg_dtype", "exp_avg_sq_dtype"), config.trainer.betas, strict=True):
+        if getattr(config.backend, name) == "bfloat16" and (1 - beta) * BFLOAT16_FORGETS < 1:
+            yield (
+                (f"backend.{name}", "trainer.betas"),
+                f"backend.{name}=bfloat16 keeps 8 bits of a moment, and trainer.betas={list(config.trainer.betas)} takes off "
+                f"its {1 / (1 - beta):.0f}th part at a step: rounding gives that back, so that the moment never shrinks; set "
+                f"trainer.betas=[0.9, 0.95], say, or backend.{name}=float32",
+            )

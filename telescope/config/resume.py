@@ -71,7 +71,7 @@ def _rounded(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
 
 def remark_on_resume(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
     """What of a run that goes on after `step` is otherwise than one may think, though it is allowed; empty mostly."""
-    return [*_schedule(old, new, step), *_widened(old, new)]
+    return [*_schedule(old, new, step), *_widened(old, new), *_coarser_moments(old, new)]
 
 
 def _widened(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
@@ -81,6 +81,14 @@ def _widened(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
             f"model.dtype=float32 was {was}: the checkpoint's weights and moments keep their values, are held in float32 from "
             "now on, and take twice the memory"
         )
+
+
+def _coarser_moments(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """A step of the new run would round them all the same; the other way they keep their values."""
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        was, here = (_at(config, f"backend.{name}") or "float32" for config in (old, new))
+        if was == "float32" != here:
+            yield f"backend.{name}={here} was {was} when the run began: the checkpoint's moments are rounded to it"
 
 
 def _schedule(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:

@@ -7,15 +7,16 @@ Owns which part of a layer each of the ranks holds. Refuses settings, files and 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from telescope.maths.memory import Checkpointing, ModelShape, TrainerMemory, layer_activation_bytes
+from telescope.maths.memory import PIECE_BYTES, Checkpointing, ModelShape, TrainerMemory, layer_activation_bytes
 
 
 def parallel_memory(
     shape: ModelShape, *, tensor: int, copies: int, spread_sequence: bool, spread_moments: bool, row_tokens: int, chunk: int,
     weight_bytes: int = 4, compute_bytes: int = 2, gradient_bytes: int = 4, checkpointing: Checkpointing = True,
     reference: bool = False, handed_bytes: int = 0, layers: int | None = None, begins: bool = True, ends: bool = True,
-    rows_held: float = 1.0, sharing: int = 1,
+    rows_held: float = 1.0, sharing: int = 1, moment_bytes: Sequence[int] | None = None, hosted: float = 0.0,
 ) -> TrainerMemory:  # fmt: skip
     """One of `tensor` ranks that hold a model together, or a stage of it, with AdamW. There are `copies` ranks with equal parts
     of it. `sharing` ranks share each row of `row_tokens`.
@@ -24,13 +25,22 @@ def parallel_memory(
     whose activations wait for their way back.
 
     `spread_sequence`: norms and residuals are cut along the row, too; `spread_moments`: weights that are updated, and moments,
-    over the copies; `gradient_bytes`: of one in the buffer that they are added up in. The rest as in `trainer_memory`.
+    over the copies; `gradient_bytes`: of one in the buffer that they are added up in; `moment_bytes`: of each of the two
+    between updates, None: those of a weight; `hosted`: of what is updated, the share that is in host memory then. The rest as
+    in `trainer_memory`.
     docs/internals/planner.md derives each term.
     """
     count = shape.layers if layers is None else layers
     held = rank_parameters(shape, tensor, layers=count, begins=begins, ends=ends)
     updated = -(-held // copies) if spread_moments else held
     apart = compute_bytes != weight_bytes
+    away = int(hosted * updated)
+    stays = updated - away
+    moments = moment_bytes or (weight_bytes, weight_bytes)
+    # numbers beside those that stay which one that is stepped has on the card: weight, moments and gradient in one precision
+    comes = (2 + apart if away else sum(each != weight_bytes for each in moments)) + (gradient_bytes != weight_bytes)
+    largest = shape.embedding_parameters // tensor if begins or ends else 0
+    piece = min(updated, max(PIECE_BYTES // weight_bytes, largest))
     head = shape.embedding_parameters // tensor if ends else 0
     cut = tensor if spread_sequence else 1
     row_tokens = -(-row_tokens // sharing)
@@ -43,9 +53,9 @@ def parallel_memory(
     # the last norm keeps its share, and the head the whole states and those of the sampled tokens
     tail = (4 + compute_bytes) * shape.hidden // cut + 2 * compute_bytes * shape.hidden if ends else 0
     return TrainerMemory(
-        weights=held * compute_bytes + updated * weight_bytes if apart else held * weight_bytes,
+        weights=held * compute_bytes + stays * weight_bytes if apart else held * weight_bytes,
         gradients=held * gradient_bytes,
-        moments=2 * updated * weight_bytes,
+        moments=stays * sum(moments),
         gathered=0,
         waiting=head * compute_bytes,
         layer_waiting=2 * shape.hidden * shape.intermediate // tensor * compute_bytes,
@@ -57,6 +67,8 @@ def parallel_memory(
         logits=(4 + compute_bytes) * chunk * shape.vocabulary // tensor + 4 * head if ends else 0,
         reference=held * compute_bytes if reference else 0,
         handed=shape.parameters * handed_bytes,
+        visiting=piece * comes * weight_bytes,
+        host=away * (sum(moments) + (weight_bytes if apart else 0)),
         gradients_stay=True,
     )
 

@@ -210,6 +210,7 @@ REMEDIES: tuple[tuple[str, bool | str], ...] = (
     ("recompute_pointwise", True),
     ("optimizer", "adamw_8bit"),
     ("offload", "optimizer"),
+    ("optimizer_cpu_offload", True),
     ("offload", "parameters"),
 )
 

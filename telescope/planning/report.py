@@ -47,7 +47,7 @@ def describe_trainer_memory(memory: TrainerMemory, ranks: int) -> str:
         "weights": memory.weights,
         "gradients": memory.gradients,
         "moments": memory.moments,
-        "moments at their step": memory.visiting,
+        "what comes for its step": memory.visiting,
         "gathered copies": memory.gathered,
         "waiting gradients": memory.waiting,
         "activations": memory.kept,

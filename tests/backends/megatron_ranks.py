@@ -27,11 +27,11 @@ from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, Saved, TrainShard, World
 from telescope.backends.common import attention, ranks, vocabulary
 from telescope.backends.common.logprobs import logprobs
+from telescope.backends.megatron import MOMENTS
 from telescope.backends.megatron.layers import AttentionRow
 from telescope.backends.megatron.masters import Masters
 from telescope.backends.megatron.policy import ParallelRow
 from telescope.backends.megatron.stages import EMBEDDING as EMBEDDING_NAME
-from telescope.backends.megatron.state import MOMENTS
 from telescope.maths.support import WHOLE, Support
 from telescope.weights.buckets import buckets, lay_out
 from tests.backends import engine_stub
@@ -62,6 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "seed": 2, "num_experts": 8, "num_hidden_layers": 3, "decoder_sparse_step": 2, "norm_topk_prob": False,
         "sliding_window": 6, "use_sliding_window": True, "num_experts_per_tok": 3, "tie_word_embeddings": True,
     },
+    "experts deep": {"seed": 4, "num_experts": 8, "num_hidden_layers": 4, "mlp_only_layers": [1, 2]},
     "qwen3 deep": {"num_hidden_layers": 9, "tie_word_embeddings": True},
     "llama deep": {"num_hidden_layers": 5, "tie_word_embeddings": False},
     "qwen3 deep windows": {
@@ -210,6 +211,14 @@ CASES = {
     ),
     "CP 2, PP 2": Case(4, settings=CP2 | PP2),
     "CP 2, PP 2, round, windows": Case(4, "qwen3 deep windows", CP2 | PP2 | ROUND | OVERLAPPED, algorithm=ALL_PENALTIES),
+    "PP 2, TP 2, experts": Case(4, "experts tied", PP2 | TP2 | {"gradient_checkpointing": "selective"}),
+    "PP 2, EP 2, experts": Case(4, "experts", PP2 | EP2 | OVERLAPPED, algorithm=ALL_PENALTIES),
+    "PP 2, TP 2, EP 2, experts": Case(4, "experts tied", PP2 | TP2 | EP2),
+    "PP 2, CP 2, EP 2, experts": Case(4, "experts", PP2 | CP2 | EP2),
+    "PP 2, EP 2, experts, round, replayed": Case(
+        4, "experts deep", PP2 | ROUND | EP2 | {"gradient_checkpointing": "full"}, minibatches=(4, 4), replayed=True,
+        algorithm=VARIANTS["sapo token mean, TIS"],
+    ),
     "CP 2, experts": Case(2, "experts", CP2 | {"gradient_checkpointing": "full"}),
     "CP 2, EP 2, experts": Case(2, "experts", CP2 | EP2),
     "CP 2, TP 2, EP 4, experts": Case(4, "experts tied", CP2 | TP2 | EP4),
@@ -229,6 +238,7 @@ PLANTED = {
     "TP 2, whole rows": Case(2, settings=TP2 | WHOLE_ROWS, missing=NORMS),
     "TP 2, experts": Case(2, "experts", TP2, missing=EXPERTS),
     "PP 2": Case(2, settings=PP2, missing=EMBEDDING),
+    "PP 2, experts": Case(4, "experts", PP2, missing=EXPERTS),
     "CP 2": Case(2, settings=CP2, missing=ROWS),
     "CP 2, TP 2": Case(4, settings=CP2 | TP2, missing=ROWS),
 }
@@ -353,6 +363,8 @@ def own_norms(model: str, rank: int, folder: Path) -> None:
 
 
 HALF = {"mixed_precision_dtype": "bfloat16"}
+HOSTED = {"optimizer_cpu_offload": True}
+ROUNDED = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 RESUMED = {
     "TP 2, DP 2": Case(4, settings=TP2),
     "TP 2, DP 2, half": Case(4, settings=TP2 | HALF),
@@ -363,13 +375,28 @@ RESUMED = {
     "PP 2, DP 2, half": Case(4, settings=PP2 | HALF),
     "EP 2, TP 2, DP 2, experts": Case(4, "experts", EP2 | TP2),
     "EP 2, half, experts": Case(2, "experts", EP2 | HALF),
+    "PP 2, EP 2, experts": Case(4, "experts", PP2 | EP2),
     "CP 2, TP 2": Case(4, settings=CP2 | TP2),
     "CP 2, PP 2, half": Case(4, settings=CP2 | PP2 | HALF),
     "CP 2, whole moments": Case(2, settings=CP2 | WHOLE_MOMENTS),
     "TP 2, DP 2, of an engine": Case(4, settings=TP2 | ENGINE),
     "1": Case(1),
+    "DP 2, half, of an engine, half of it hosted": Case(
+        2, settings=HALF | ENGINE | HOSTED | {"optimizer_offload_fraction": 0.5}
+    ),
+    "EP 2, half, hosted, experts": Case(2, "experts", EP2 | HALF | HOSTED),
+    "DP 2, half, whole moments, hosted": Case(2, settings=HALF | WHOLE_MOMENTS | HOSTED),
+    "DP 2, half, hosted, rounded": Case(2, settings=HALF | HOSTED | ROUNDED),
+    "PP 2, DP 2, hosted, rounded": Case(4, settings=PP2 | HOSTED | ROUNDED),
 }
 """Each goes on from its own checkpoint."""
+AS_WITHOUT = {
+    "DP 2, half, of an engine, half of it hosted": "DP 2, half, again",
+    "EP 2, half, hosted, experts": "EP 2, half, experts",
+    "DP 2, half, whole moments, hosted": "DP 2, half, whole moments",
+}
+"""Of these, whose weights and moments are in host memory between updates: the one that is the same without. (An engine's layers
+are those of the other, under other names.)"""
 MOVED = {
     "1 of four": ("TP 2, DP 2", Case(1)),
     "an engine of four": ("TP 2, DP 2", Case(2, settings=TP2 | ENGINE)),
@@ -377,9 +404,11 @@ MOVED = {
     "PP 2 of four": ("TP 2, DP 2", Case(2, settings=PP2)),
     "1 of two stages": ("PP 2, TP 2", Case(1)),
     "EP 2 of four": ("EP 2, TP 2, DP 2, experts", Case(2, "experts", EP2)),
+    "EP 2 of two stages": ("PP 2, EP 2, experts", Case(2, "experts", EP2)),
     "CP 2 of four": ("TP 2, DP 2", Case(2, settings=CP2)),
     "1 of shared rows": ("CP 2, TP 2", Case(1)),
     "TP 2 of shared rows": ("CP 2, TP 2", Case(2, settings=TP2)),
+    "1 of rounded moments": ("PP 2, DP 2, hosted, rounded", Case(1, settings=HOSTED | ROUNDED)),
 }
 """Each goes on from the checkpoint of one of `RESUMED`, by its name, which has four ranks."""
 OF_FSDP = {

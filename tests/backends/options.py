@@ -17,11 +17,10 @@ from torch.distributed.fsdp import fully_shard
 
 from telescope.backends.base import World
 from telescope.backends.fsdp import optimizers
-from telescope.backends.fsdp.offload import HostedStates
 from telescope.backends.fsdp.sharding import make_mesh
 from tests.backends.four_ranks import SHARES, forked, meet
 from tests.backends.shards import make_job, make_shard, part
-from tests.backends.test_optimizers import TRAINER, Small, give_gradients, trained
+from tests.backends.test_optimizers import TRAINER, Small, give_gradients, hosted_states, trained
 from tests.backends.watching import watch
 
 SAME_TO_THE_BIT: dict[str, dict[str, Any]] = {
@@ -101,7 +100,7 @@ def steps_of_optimizers(world: World) -> None:
             module = Small()
             fully_shard(module, mesh=make_mesh(world, replicas).mesh)
             optimizer = optimizers.make(kind, module, TRAINER)
-            stepper = HostedStates(optimizer, "cpu") if hosted else optimizer
+            stepper = hosted_states(optimizer) if hosted else optimizer
             for step in range(3):
                 whole = Small()
                 give_gradients(whole, step)

@@ -19,13 +19,17 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here: the extra `megatron` brings it")
 
+from safetensors import safe_open
+
 from telescope.backends.base import Saved, World
+from telescope.backends.common.saving import ShardReader
 from telescope.cli.export import Wanted, export
 from telescope.config.sections import ModelSettings
 from telescope.maths.memory import shape_from
 from telescope.maths.parallel_memory import parallel_activation_bytes
 from tests.backends.four_ranks import run_module
 from tests.backends.megatron_ranks import (
+    AS_WITHOUT,
     CASES,
     EMBEDDING,
     EXPERTS,
@@ -39,6 +43,7 @@ from tests.backends.megatron_ranks import (
     OWN_NORMS,
     PLANTED,
     RESUMED,
+    ROUNDED,
     ROWS,
     SHARES,
     Case,
@@ -58,6 +63,11 @@ CLOSE = 1e-5
 """‖g − g′‖ / ‖g‖ of each parameter's gradient."""
 SAME = ("loss", "grad_norm", "entropy", "kl_divergence_inference", "trained_tokens", "packed_tokens", "learning_rate")
 """Metrics that do not depend on rows and ranks."""
+OF_EXPERTS = (
+    "expert_load_max", "expert_load_mean", "experts_idle_fraction", "router_entropy", "router_replayed_fraction",
+    "router_difference",
+)  # fmt: skip
+"""Neither do these, where there are experts."""
 WORST = {NORMS: "norm.weight", EMBEDDING: "embed_tokens.weight", EXPERTS: ".mlp.experts.", ROWS: "k_norm.weight"}
 """In whose name what is missing is found, by the sum that is left out."""
 Tensors = dict[str, torch.Tensor]
@@ -144,6 +154,11 @@ def test_it_is_what_fsdp_computes(folder: Path, plain: dict[tuple[Any, ...], Pla
             {each: expected.metrics[each] for each in SAME}, rel=1e-5
         )
         assert metrics.keys() == expected.metrics.keys()
+        loads = [each for each in OF_EXPERTS if each in metrics]
+        assert bool(loads) == case.model.startswith("experts")
+        assert {each: metrics[each] for each in loads} == pytest.approx(
+            {each: expected.metrics[each] for each in loads}, rel=1e-4
+        )
     assert found["weights"].keys() == expected.weights.keys()
     apart = torch.cat([(found["weights"][each] - tensor).abs().flatten() for each, tensor in expected.weights.items()])
     assert int((apart > 2e-5).sum()) <= 1, "AdamW's first step is the rate, 1e-3, whatever the gradient's size"
@@ -170,7 +185,7 @@ def test_before_a_step_servers_are_sent_the_same_bytes_as_by_fsdp(folder: Path, 
 @pytest.mark.timeout(LIMIT_S + 100)
 def test_what_two_stages_have_they_go_on_to_have_alike(folder: Path):
     """A tied embedding: each of them updates its own, by the same gradient to the bit."""
-    tied = [name for name, case in CASES.items() if case.stages > 1 and MODELS[case.model]["tie_word_embeddings"]]
+    tied = [name for name, case in CASES.items() if case.stages > 1 and MODELS[case.model].get("tie_word_embeddings")]
     assert len(tied) > 5
     for name in tied:
         first, last = (torch.load(folder / f"{name}-gradients-{stage}.pt") for stage in (0, CASES[name].stages - 1))
@@ -306,6 +321,45 @@ def test_moments_on_all_ranks_or_spread_over_them_are_the_same_update_of_weights
     for name, tensor in whole["weights"].items():
         torch.testing.assert_close(spread["weights"][name], tensor, rtol=0, atol=1e-6)
         assert not torch.equal(tensor, tensor.bfloat16().float()), name
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+@pytest.mark.parametrize("name", AS_WITHOUT)
+def test_weights_and_moments_in_host_memory_are_updated_to_the_bit_as_on_the_device(folder: Path, name: str):
+    """And are saved to the bit, with moments spread over ranks or not: two steps each after a save and after its checkpoint."""
+    for how in ("went on", "resumed"):
+        hosted, plain = (torch.load(folder / f"{how} {each}.pt") for each in (name, AS_WITHOUT[name]))
+        for one, other in zip(hosted["metrics"], plain["metrics"], strict=True):
+            assert {each: one[each] for each in SAME} == {each: other[each] for each in SAME}
+        assert all(torch.equal(hosted["weights"][each], tensor) for each, tensor in plain["weights"].items())
+    saved, theirs = (ShardReader(folder / f"saved {each}") for each in (name, AS_WITHOUT[name]))
+    moments = [each for each in saved.shapes if each.startswith("optimizer.") and not each.endswith(".step")]
+    assert len(moments) == 2 * len(torch.load(folder / f"saved {name}.pt")["weights"])
+    assert all(torch.equal(*(reader.read(each, torch.float32) for reader in (saved, theirs))) for each in moments)
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+@pytest.mark.parametrize("name", [name for name, case in RESUMED.items() if case.settings.items() >= ROUNDED.items()])
+def test_moments_of_fewer_bits_are_saved_as_they_are(folder: Path, name: str):
+    """In bfloat16, and weights in float32: read into float32 and rounded again they are the same."""
+    dtypes: dict[str, set[str]] = {}
+    for file in (folder / f"saved {name}").glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            for each in opened.keys():  # noqa: SIM118 it is no dict
+                kind = each.rpartition(".")[2] if each.startswith("optimizer.") else each.partition(".")[0]
+                dtypes.setdefault(kind, set()).add(opened.get_slice(each).get_dtype())
+    assert {kind: dtypes[kind] for kind in ("exp_avg", "exp_avg_sq", "model", "step")} == {
+        "exp_avg": {"BF16"}, "exp_avg_sq": {"BF16"}, "model": {"F32"}, "step": {"F32"},
+    }  # fmt: skip
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+def test_moments_of_fewer_bits_make_nearly_the_same_steps(folder: Path):
+    """Within some 2 % of AdamW's rate of 1e-3, and not to the bit."""
+    names = "DP 2, half, again", "DP 2, half, hosted, rounded"
+    exact, rounded = (torch.load(folder / f"went on {name}.pt")["weights"] for name in names)
+    apart = torch.cat([(rounded[name] - tensor).abs().flatten() for name, tensor in exact.items()])
+    assert 1e-7 < float(apart.mean()) < 2e-5
 
 
 def test_part_of_a_shard_is_what_the_ranks_take():

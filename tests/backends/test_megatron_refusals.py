@@ -191,6 +191,25 @@ def test_ranks_that_do_not_go_with_the_settings_are_named():
     assert "set use_distributed_optimizer=auto" in sentence
 
 
+def test_settings_of_the_optimisers_state_that_would_do_nothing_are_named():
+    assert errors(Megatron(optimizer_cpu_offload=True), 1) == []
+    assert errors(Megatron(optimizer_cpu_offload=True, optimizer_offload_fraction=0.25), 1) == []
+    assert errors(Megatron(use_precision_aware_optimizer=True, exp_avg_sq_dtype="bfloat16"), 2) == []
+    assert errors(Megatron(optimizer_offload_fraction=0.5), 1) == [
+        "backend.optimizer_offload_fraction=0.5 says how much backend.optimizer_cpu_offload=true keeps in host memory, and "
+        "that is false: set backend.optimizer_cpu_offload=true, or leave the fraction out"
+    ]
+    (sentence,) = errors(Megatron(optimizer_cpu_offload=True, optimizer_offload_fraction=0.0), 1)
+    assert "nothing" in sentence
+    assert "set a fraction above 0, or leave both out" in sentence
+    (sentence,) = errors(Megatron(use_precision_aware_optimizer=True), 1)
+    assert "which are float32 both: set one of them to bfloat16, or leave it out" in sentence
+    assert errors(Megatron(exp_avg_dtype="bfloat16"), 1) == [
+        "backend.exp_avg_dtype=bfloat16 does nothing without backend.use_precision_aware_optimizer=true: set that, or leave it "
+        "out"
+    ]
+
+
 def test_stages_that_do_not_go_with_the_ranks_or_with_each_other_are_named():
     four = Megatron(tensor_parallel_size=2, pipeline_parallel_size=2)
     assert errors(four, 4) == errors(four, 8) == errors(Megatron(pipeline_parallel_size=2, virtual_pipeline_size=3), 2) == []
@@ -200,10 +219,12 @@ def test_stages_that_do_not_go_with_the_ranks_or_with_each_other_are_named():
         "many ranks hold the model together; set cluster.trainer_num_workers=8, or another tensor_parallel_size or "
         "pipeline_parallel_size"
     )
-    (sentence,) = errors(Megatron(pipeline_parallel_size=2, expert_parallel_size=4), 8)
+    assert errors(Megatron(pipeline_parallel_size=2, expert_parallel_size=4), 8) == []
+    (sentence,) = errors(Megatron(pipeline_parallel_size=2, expert_parallel_size=4), 12)
     assert sentence == (
-        "backend.expert_parallel_size=4 shares out the experts of a model, and a model with experts can't be cut into "
-        "backend.pipeline_parallel_size=2 stages yet: set one of them to 1"
+        "backend.expert_parallel_size=4 times backend.pipeline_parallel_size=2 must divide cluster.trainer_num_workers=12: so "
+        "many ranks share out the experts of all stages; set cluster.trainer_num_workers to a multiple of it, or another "
+        "expert_parallel_size"
     )
     (sentence,) = errors(Megatron(virtual_pipeline_size=2), 2)
     assert sentence == (
@@ -324,8 +345,8 @@ def test_sizes_that_do_not_divide_are_refused(tmp_path, size: int, changes: dict
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"pipeline_parallel_size": 2}, r"not built for models with experts, .* set it to 1, .*\.expert_parallel_size$"),
-        ({"expert_parallel_size": 3}, r"expert_parallel_size=3 must divide its 4 experts: set it to one of 1, 2, 4$"),
+        ({"pipeline_parallel_size": 3}, r"pipeline_parallel_size=3 is more than the 2 layers of the model"),
+        ({"expert_parallel_size": 3}, r"expert_parallel_size=3 must divide the model's 4 experts: set it to one of 1, 2, 4$"),
         (
             {"tensor_parallel_size": 2, "sequence_parallel": False},
             r"sequence_parallel=false gives each .* set sequence_parallel=auto",

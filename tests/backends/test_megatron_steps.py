@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here: the extra `megatron` brings it")
 
+from telescope.backends.megatron.masters import choose_share
 from tests.backends.megatron_watching import Watching, on_cpu, watch
 from tests.backends.models import random_model
 from tests.backends.shards import make_job, make_shard, part
@@ -116,6 +117,25 @@ def test_half_precision_keeps_float32_weights_and_nearly_the_float32_gradient(bu
     assert metrics["update_skipped"] == 0.0
     assert {tensor.dtype for _, tensor in mixed.weights()} == {torch.float32}
     assert distance(expected, {name: tensor / scale for name, tensor in mixed.updates[0].items()}) < 0.1
+
+
+def test_half_of_what_is_updated_lies_in_host_memory_the_largest_first_and_makes_the_same_update(build):
+    found = []
+    for settings in ({}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}):
+        backend = build({}, mixed_precision_dtype="bfloat16", **settings)
+        backend.train_step(make_shard())
+        found.append({name: tensor.clone() for name, tensor in backend.weights()})
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+    masters = backend._masters
+    sizes = {name: piece.stop - piece.start for name, piece in masters.pieces.items()}
+    hosted, others = sum(sizes[name] for name in masters.hosted), [sizes[name] for name in sizes if name not in masters.hosted]
+    assert sum(sizes.values()) / 2 - min(others) < hosted <= sum(sizes.values()) / 2
+
+
+def test_the_largest_parameters_are_in_host_memory_first_and_the_smallest_fill_what_is_left():
+    assert choose_share({"a": 5, "b": 3, "c": 2}, 0.7) == {"a", "c"}
+    assert choose_share({"a": 5, "b": 3, "c": 2}, 1.0) == {"a", "b", "c"}
+    assert choose_share({"a": 5, "b": 3, "c": 2}, 0.1) == choose_share({}, 1.0) == frozenset()
 
 
 def test_gradients_are_added_up_in_half_where_that_is_asked_for(build):

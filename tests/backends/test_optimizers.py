@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+from telescope.backends.common import stored_states
+from telescope.backends.common.stored_states import ON_HOST, StoredStates, pieces
 from telescope.backends.fsdp import eight_bit, optimizers
 from telescope.backends.fsdp.muon import orthogonalised
-from telescope.backends.fsdp.offload import HostedStates, pieces
 from telescope.config.sections import TrainerSettings
 
 TRAINER = TrainerSettings(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95))
@@ -42,11 +43,15 @@ def give_gradients(module: nn.Module, seed: int) -> None:
 def trained(kind: optimizers.Kind, steps: int = 3, *, hosted: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     module = Small()
     optimizer = optimizers.make(kind, module, TRAINER)
-    stepper = HostedStates(optimizer, "cpu") if hosted else optimizer
+    stepper = hosted_states(optimizer) if hosted else optimizer
     for step in range(steps):
         give_gradients(module, step)
         stepper.step()
     return module, optimizer
+
+
+def hosted_states(optimizer: torch.optim.Optimizer) -> StoredStates:
+    return StoredStates(optimizer, "cpu", lambda *_: ON_HOST)
 
 
 def same(left: nn.Module, right: nn.Module) -> bool:
@@ -176,7 +181,7 @@ def test_a_saved_state_goes_on_to_the_bit(kind: optimizers.Kind):
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
 def test_moments_that_come_from_host_memory_make_the_same_step_to_the_bit(kind: optimizers.Kind, monkeypatch):
-    monkeypatch.setattr("telescope.backends.fsdp.offload.AT_ONCE_BYTES", 40_000)
+    monkeypatch.setattr(stored_states, "AT_ONCE_BYTES", 40_000)
     plain, _ = trained(kind)
     hosted, optimizer = trained(kind, hosted=True)
     assert same(plain, hosted)
@@ -187,7 +192,7 @@ def test_moments_that_come_from_host_memory_make_the_same_step_to_the_bit(kind: 
 def test_moments_are_away_from_home_a_piece_at_a_time():
     """Never more than 40,000 bytes of parameters together, but for one that is larger."""
     parameters = list(Small().parameters())
-    cut = list(pieces(parameters, [None] * len(parameters), nbytes=40_000))
+    cut = list(pieces([(parameter, torch.zeros(())) for parameter in parameters], 40_000))
     assert [parameter for piece in cut for parameter, _ in piece] == parameters
     assert [[parameter.nbytes for parameter, _ in piece] for piece in cut] == [[7200, 18_432], [38_400], [57_600], [192, 192]]
 
@@ -205,7 +210,7 @@ def test_states_go_through_torchs_distributed_checkpoints_to_the_bit(kind: optim
             module = Small()
             fully_shard(module)
             optimizer = optimizers.make(kind, module, TRAINER)
-            stepper = HostedStates(optimizer, "cpu")
+            stepper = hosted_states(optimizer)
             for step in (0, 1) if number == 0 else ():
                 step_spread(module, stepper, step)
             state = get_optimizer_state_dict(module, optimizer)
@@ -225,7 +230,7 @@ def test_states_go_through_torchs_distributed_checkpoints_to_the_bit(kind: optim
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
-def step_spread(module: nn.Module, stepper: HostedStates, seed: int) -> None:
+def step_spread(module: nn.Module, stepper: StoredStates, seed: int) -> None:
     whole = Small()
     give_gradients(whole, seed)
     for name, p in module.named_parameters():
@@ -237,9 +242,9 @@ def test_loaded_moments_go_home():
     _, optimizer = trained("adamw", 1)
     module = Small()
     other = optimizers.make("adamw", module, TRAINER)
-    hosted = HostedStates(other, "cpu")
+    hosted = hosted_states(other)
     other.load_state_dict(optimizer.state_dict())
-    homes = {home.data_ptr() for home in hosted._homes.values()}
+    homes = {home.data_ptr() for home in hosted._stores.values()}
     moments = [value for state in other.state.values() for value in state.values() if value.ndim]
     assert len(moments) == 12
     assert all(value.data_ptr() in homes for value in moments)

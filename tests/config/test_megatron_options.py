@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.config.conftest import compose_one
+from tests.config.conftest import compose_one, sentences
 
 TWO = ("backend=megatron", "backend.tensor_parallel_size=2", "cluster.trainer_num_workers=4")
 
@@ -54,9 +54,28 @@ def test_heads_and_experts_of_a_model_that_lies_here_are_checked_at_the_command_
     assert "backend.tensor_parallel_size=4 must divide the model's 2 key-value heads" in problems(
         ranks, "backend.tensor_parallel_size=4"
     )
-    staged = "which is not built for models with experts, as this one is: set it to 1"
-    assert staged in problems(ranks, "backend.pipeline_parallel_size=2", num_experts=8)
-    assert staged not in problems(ranks, "backend.pipeline_parallel_size=2")
+    shared = "backend.expert_parallel_size=4 must divide the model's 6 experts: set it to one of 1, 2, 3, 6"
+    four = (ranks, "backend.pipeline_parallel_size=2", "backend.expert_parallel_size=4")
+    assert shared in problems(*four, num_experts=6)
+    assert "expert_parallel_size" not in problems(*four, num_experts=8)
+    assert "deals out experts, and this model has none: set it to 1" in problems(*four)
+    whole_rows = (ranks, "backend.tensor_parallel_size=2", "backend.sequence_parallel=false")
+    assert "each would send all of them to its experts" in problems(*whole_rows, num_experts=8)
+    assert "sequence_parallel" not in problems(*whole_rows)
+
+
+def test_moments_whose_bits_would_give_back_what_a_step_takes_are_refused():
+    """bfloat16 has 8 bits, so from a moment less than its 256th part can't be taken for sure."""
+    aware = ("backend=megatron", "backend.use_precision_aware_optimizer=true")
+    both = (*aware, "backend.exp_avg_dtype=bfloat16", "backend.exp_avg_sq_dtype=bfloat16")
+    assert compose_one(*both, "trainer.betas=[0.9, 0.996]").config is not None
+    assert compose_one(*both[:-1], "trainer.betas=[0.9, 0.999]").config is not None
+    said = sentences(compose_one(*both, "trainer.betas=[0.9, 0.9962]"))
+    assert "backend.exp_avg_sq_dtype=bfloat16 keeps 8 bits of a moment" in said
+    assert "backend.exp_avg_dtype" not in said
+    assert "set trainer.betas=[0.9, 0.95], say, or backend.exp_avg_sq_dtype=float32" in said
+    said = sentences(compose_one(*both, "trainer.betas=[0.9, 0.95]", "model.dtype=bfloat16"))
+    assert "steps and moments are in that precision: set model.dtype=float32, or use_precision_aware_optimizer=false" in said
 
 
 def test_adapters_are_refused_with_the_backend_that_trains_them():

@@ -90,3 +90,39 @@ def test_a_head_that_is_the_embedding_waits_for_the_embeddings_gradient():
     untied = ModelShape(**{**{name: getattr(TINY, name) for name in TINY.__struct_fields__}, "tied": False})
     assert parallel_memory(TINY, **ONE).head_gradient == 160
     assert parallel_memory(untied, **ONE).head_gradient == 0
+
+
+def test_moments_of_fewer_bits_lie_on_the_card_and_come_in_float32_for_their_step():
+    """All 1280 at once, as they are less than 256 MiB."""
+    told = parallel_memory(TINY, **ONE, moment_bytes=(2, 4))
+    assert (told.moments, told.visiting, told.host) == (1280 * 6, 1280 * 4, 0)
+    assert parallel_memory(TINY, **ONE, moment_bytes=(4, 4)) == parallel_memory(TINY, **ONE)
+    assert parallel_memory(TINY, **ONE, moment_bytes=(2, 2)).visiting == 1280 * 8
+
+
+def test_what_is_in_host_memory_is_not_on_the_card_but_for_its_step():
+    """12 bytes each: the weight that is updated, and two moments."""
+    half, whole = (parallel_memory(TINY, **ONE, hosted=hosted) for hosted in (0.5, 1.0))
+    assert (half.weights, half.moments, half.host) == (1280 * 2 + 640 * 4, 640 * 8, 640 * 12)
+    assert (whole.weights, whole.moments, whole.host) == (1280 * 2, 0, 1280 * 12)
+    assert half.visiting == whole.visiting == 1280 * 12
+    assert whole.at_the_update == 1280 * (2 + 4 + 12)
+    rounded = parallel_memory(TINY, **ONE, hosted=1.0, moment_bytes=(2, 2))
+    assert (rounded.moments, rounded.visiting, rounded.host) == (0, 1280 * 12, 1280 * 8)
+
+
+def test_weights_that_compute_as_they_are_updated_stay_on_the_card():
+    told = parallel_memory(TINY, **ONE, compute_bytes=4, hosted=1.0)
+    assert (told.weights, told.moments, told.visiting, told.host) == (1280 * 4, 0, 1280 * 8, 1280 * 8)
+
+
+def test_spread_over_copies_what_is_in_host_memory_is_a_ranks_own():
+    two = parallel_memory(TINY, **ONE | {"copies": 2, "spread_moments": True}, hosted=1.0)
+    assert (two.weights, two.gradients, two.host) == (1280 * 2, 1280 * 4, 640 * 12)
+
+
+def test_a_gradient_of_fewer_bits_is_widened_a_piece_at_a_time():
+    assert parallel_memory(TINY, **ONE, gradient_bytes=2).visiting == 1280 * 4
+    wide = ModelShape(**{**{name: getattr(TINY, name) for name in TINY.__struct_fields__}, "intermediate": 10**8})
+    told = parallel_memory(wide, **ONE, gradient_bytes=2)
+    assert told.visiting == 2**28, "256 MiB of weights"

@@ -10,7 +10,8 @@ GPUs, with and without recorded routing (`--models experts "experts, replayed"`:
 Worlds whose name has `TE` or `FP8` in it want Transformer Engine, and are left out where it is not installed: its layers are
 held to what bfloat16 is, FP8 to `FP8_FAR`. On one GPU a sample's log-probs must not depend on what else is in its row, to the
 bit (but where FP8 has one scale for all of a tensor), and those taken without a gradient are those that training computes. A
-checkpoint of one kind of layers is gone on with by the other.
+checkpoint of one kind of layers is gone on with by the other. In worlds whose name has `hosted` in it, what lies in host memory
+must be pinned.
 
 `--only` takes worlds whose name has one of these in it. `--speed` times models of real shapes (`--shape 0.6B 4B`) beside FSDP's
 compiled layers, `--profile` says where that time goes on the GPU, and `--no-agreement` leaves all else out. Exits 0 only if all
@@ -40,7 +41,7 @@ from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, World
 from telescope.backends.common import shards
 from telescope.backends.fsdp import FSDP
-from telescope.backends.megatron import Megatron, has_engine
+from telescope.backends.megatron import MOMENTS, Megatron, has_engine
 from telescope.maths import packing
 from telescope.maths.support import Support
 from tests.backends.megatron_watching import on_cpu
@@ -80,8 +81,16 @@ SIZES = {
 }  # fmt: skip
 TP2, PP2, CP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}
 ROUND = PP2 | {"virtual_pipeline_size": 2}
+HOSTED = {"optimizer_cpu_offload": True}
+ROUNDED = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+HALF_HOSTED = HOSTED | {"optimizer_offload_fraction": 0.5}
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
+    "1, hosted": (1, HOSTED),
+    "1, hosted in part, rounded": (1, HALF_HOSTED | ROUNDED),
+    "DP 2, hosted": (2, HOSTED),
+    "DP 2, hosted in part, rounded": (2, HALF_HOSTED | ROUNDED),
+    "PP 2, hosted, rounded": (2, PP2 | HOSTED | ROUNDED),
     "1, selective": (1, {"gradient_checkpointing": "selective"}),
     "TP 2": (2, TP2),
     "TP 2, whole rows": (2, TP2 | {"sequence_parallel": False}),
@@ -130,6 +139,8 @@ ENGINE_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "FP8, tensorwise, TP 2": (2, TENSORWISE | TP2),
     "FP8, PP 2": (2, FP8 | PP2),
     "FP8, CP 2": (2, FP8 | CP2),
+    "FP8, hosted, fused sums": (1, FP8 | HOSTED | FUSED),
+    "FP8, DP 2, hosted in part, rounded": (2, FP8 | HALF_HOSTED | ROUNDED),
 }
 """In bfloat16 alone; FP8's widths divide by 128 on two ranks of a model, too."""
 CROSSED = {"TE, checkpoint for own layers": OWN, "own layers, checkpoint for TE": ENGINE}
@@ -151,6 +162,9 @@ SPEEDS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "own layers, computed again": (1, "megatron", OWN),
     "FSDP compiled, computed again": (1, "fsdp", COMPILED),
     "FSDP": (1, "fsdp", {}),
+    "TE, hosted": (1, "megatron", ENGINE | KEPT | FASTEST | HOSTED),
+    "TE, rounded": (1, "megatron", ENGINE | KEPT | FASTEST | ROUNDED),
+    "FP8, hosted, rounded": (1, "megatron", FP8 | KEPT | FASTEST | HOSTED | ROUNDED),
     "FSDP compiled on two": (2, "fsdp", KEPT | COMPILED | {"reshard_after_forward": False}),
     "TE on two": (2, "megatron", ENGINE | KEPT | FASTEST),
     "TE, TP 2": (2, "megatron", ENGINE | TP2 | KEPT | FASTEST),
@@ -174,11 +188,19 @@ EXPERT_WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP 2, TP 2, selective": (2, EP2 | TP2 | {"gradient_checkpointing": "selective"}),
     "CP 2": (2, CP2),
     "EP 2, CP 2": (2, EP2 | CP2),
+    "PP 2": (2, PP2),
+    "PP 2, EP 2": (4, PP2 | EP2 | {"overlap_grad_reduce": True}),
+    "PP 2, EP 2, TP 2": (4, PP2 | EP2 | TP2),
+    "PP 2, EP 2, hosted in part, rounded": (4, PP2 | EP2 | HALF_HOSTED | ROUNDED),
 }
 COLD = "one row, cold"
 """Worlds whose ranks are processes of their own and begin with a step, of fewer rows than stages: kernels are loaded and
 memory is found while a stage waits for the other."""
-RESUMED_WORLDS = ("1", "TP 2", "DP 2", "EP 2", "PP 2", "PP 2, round", "CP 2", "CP 2, TP 2")
+RESUMED_WORLDS = (
+    "1", "TP 2", "DP 2", "EP 2", "PP 2", "PP 2, round", "CP 2", "CP 2, TP 2", "PP 2, EP 2", "1, hosted",
+    "1, hosted in part, rounded", "DP 2, hosted", "DP 2, hosted in part, rounded", "PP 2, hosted, rounded",
+    "FP8, hosted, fused sums", "FP8, DP 2, hosted in part, rounded", "PP 2, EP 2, hosted in part, rounded",
+)  # fmt: skip
 MIXED = "TP 2, temperatures, cut, entropy"
 """A world of two whose trajectories have temperatures of their own, of which `CUT` leaves few tokens, with an entropy bonus. In
 float32 alone: in bfloat16 other tokens are among the likeliest."""
@@ -286,6 +308,8 @@ def compute(rank: int, order: Order, world: World, again: int) -> None:
         found["weights"] = dict(backend.weights())
         if order.size == 1 and order.chooses_layers:
             found |= found_alone(backend, own)
+        if order.device == "cuda" and order.settings.get("optimizer_cpu_offload"):
+            found["pinned"] = all_pinned(backend)
         if order.resumed:
             found["resumed"] = gone_on(backend, order, own, world, again)
         else:
@@ -319,6 +343,16 @@ def found_alone(backend: Any, own: Any) -> dict[str, float]:
         trained = backend._policy(given, 256)[0].detach()
         apart = max(apart, float((trained - backend._policy.logprobs_only(given, 256)).abs().max()))
     return {"neighbours": float(np.nanmax(np.abs(one - two))), "trained": apart}
+
+
+def all_pinned(backend: Any) -> bool:
+    """Of weights and moments, those in host memory."""
+    pieces = [backend._masters.pieces[name] for name in backend._masters.hosted]
+    found = [
+        *(piece.updated for piece in pieces),
+        *(backend._updater.moment(kind, piece) for piece in pieces for kind in MOMENTS),
+    ]
+    return all(each.is_cuda or each.is_pinned() for each in found)
 
 
 def gone_on(backend: Any, order: Order, own: Any, world: World, port: int) -> float:
@@ -478,9 +512,11 @@ def tell(name: str, order: Order, exact: dict[str, Any], limits: dict[str, float
         fine &= (gap or 0.0) <= 0.2
     behind = float(found.get("resumed", 0.0))
     fine &= behind <= (0.0 if precision == "float32" else ACROSS if order.crossed else RESUMED)
-    alone = ""
+    pinned = bool(found.get("pinned", True))
+    alone = "" if pinned else ", NOT PINNED"
+    fine &= pinned
     if "neighbours" in found:
-        alone = f", neighbours {found['neighbours']:.1e}, trained {found['trained']:.1e}"
+        alone += f", neighbours {found['neighbours']:.1e}, trained {found['trained']:.1e}"
         fine &= found["trained"] <= TRAINED and (found["neighbours"] == 0.0 or order.settings.get("fp8_recipe") == "tensorwise")
     loss = abs(found["metrics"]["loss"] - exact["metrics"]["loss"])
     print(

@@ -261,13 +261,17 @@ def test_a_megatron_rank_is_estimated_and_told_what_would_make_room(say: Callabl
     assert code == 1
     assert "A trainer rank needs about" in said
     assert (
-        "It would fit with backend.context_parallel_size=2, or backend.tensor_parallel_size=2, or "
-        "backend.pipeline_parallel_size=2; or with shorter rows." in said
+        "It would fit with backend.optimizer_cpu_offload=true, or backend.context_parallel_size=2, or "
+        "backend.tensor_parallel_size=2, or backend.pipeline_parallel_size=2; or with shorter rows." in said
     )
     code, said = say(*given, "backend.tensor_parallel_size=2")
     assert code == 0
     assert "A trainer rank of 2 needs about" in said
     assert "The steps of backend=megatron are taken to be as long as those of backend=fsdp." in said
+    code, said = say(*given, "backend.optimizer_cpu_offload=true", "backend.optimizer_offload_fraction=0.75")
+    assert code == 0
+    assert re.search(r"It has \d+\.\d\d? GiB in its host's memory besides", said)
+    assert "as long as those of backend=fsdp, without the way of its moments over the bus." in said
     config = composed("model=qwen3-4b", "backend=megatron", "cluster.trainer_num_workers=2", "backend.tensor_parallel_size=2")
     assert find_fewest_again(config, shape_of("Qwen/Qwen3-4B"), 10**15) == {"gradient_checkpointing": False}
 

@@ -404,6 +404,16 @@ def test_settings_that_would_make_another_run_are_refused_with_the_setting(chang
     assert said.startswith(sentence)
 
 
+def test_moments_that_go_on_with_fewer_bits_are_told_of():
+    def moments(dtype: str) -> dict[str, Any]:
+        return {"backend": {"name": "megatron", "exp_avg_dtype": dtype, "exp_avg_sq_dtype": "float32"}}
+
+    said = "backend.exp_avg_dtype=bfloat16 was float32 when the run began: the checkpoint's moments are rounded to it"
+    assert remark_on_resume(moments("float32"), moments("bfloat16"), 4) == [said]
+    assert remark_on_resume({"backend": {"name": "fsdp"}}, moments("bfloat16"), 4) == [said]
+    assert remark_on_resume(moments("bfloat16"), moments("float32"), 4) == []
+
+
 def test_a_schedule_that_is_spread_over_other_steps_is_told_with_both_rates():
     """Linear from 1 at step 1: to 0 at step 9, or at step 17."""
     trainer = {"lr_scheduler": "linear", "learning_rate": 1.0}

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from telescope.backends.base import CheckpointUnfit, NotSaved, Outcome, Saved, SaveSettings
+from telescope.backends.common.local_parts import local
 from telescope.backends.common.staging import HostCopies, Named, pairs
 from telescope.runlog.digests import FileDigests, note
 
@@ -198,7 +199,7 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Which file, from 1, each tensor goes to."""
     places, number, filled = {}, 1, 0
     for name, tensor in tensors.items():
-        nbytes = _local(tensor).nbytes
+        nbytes = local(tensor).nbytes
         if filled and filled + nbytes > FILE_BYTES:
             number, filled = number + 1, 0
         places[name], filled = number, filled + nbytes
@@ -228,7 +229,7 @@ class ShardReader:
                     f"{self._folder}: {name} has shape {list(self.shapes[name])}, and here it has {list(tensor.shape)}: it was "
                     "written with another model or other settings"
                 )
-        wanted: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items() if _local(tensor).numel()}
+        wanted: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items() if local(tensor).numel()}
         if not wanted:
             return
         _be_quiet()
@@ -272,10 +273,6 @@ def _cause(error: BaseException) -> BaseException:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sync(folder: Path) -> None:

@@ -7,11 +7,12 @@ for pinning gigabytes. Refuses to know what is written from it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from telescope.backends.common.local_parts import local, placed_like
 
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
@@ -37,7 +38,7 @@ class HostCopies:
         if self._pinned:
             torch.cuda.set_device(self._device)  # a new thread has the first GPU, and would open a context there
         for name, tensor in tensors.items():
-            self._home(name, _part(tensor), touched=True)
+            self._home(name, local(tensor), touched=True)
 
     def take(self, tensors: Named) -> dict[str, Tensor]:
         """The tensors as they are now; sharded ones stay so, with this rank's part in host memory. They hold until the next
@@ -45,10 +46,10 @@ class HostCopies:
         there is not as much host memory."""
         taken = {}
         for name, tensor in pairs(tensors):
-            part = _part(tensor)
+            part = local(tensor)
             home = self._home(name, part)
             home.copy_(part, non_blocking=self._pinned)
-            taken[name] = _spread_as(tensor, home)
+            taken[name] = placed_like(tensor, home)
         if self._pinned:
             torch.cuda.synchronize()
         return taken
@@ -56,28 +57,27 @@ class HostCopies:
     def _home(self, name: str, part: Tensor, *, touched: bool = False) -> Tensor:
         home = self._homes.get(name)
         if home is None or home.shape != part.shape or home.dtype != part.dtype:
-            home = torch.empty(part.shape, dtype=part.dtype, device="cpu")
-            if touched:
-                home.zero_()
-            if self._pinned and home.nbytes:
-                _pin(home)
-            self._homes[name] = home
+            home = self._homes[name] = host_tensor(part.shape, part.dtype, pinned=self._pinned, touched=touched)
         return home
 
 
-def _part(tensor: Tensor) -> Tensor:
-    """What of it lies on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, touched: bool = False) -> Tensor:
+    """Not filled yet. `pinned`: see `pin`; `touched`: its pages are there before that, see `HostCopies.reserve`."""
+    tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    if touched:
+        tensor.zero_()
+    if pinned:
+        pin(tensor)
+    return tensor
 
 
-def _spread_as(tensor: Tensor, part: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return part
-    return DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+def pin(tensor: Tensor) -> None:
+    """Let GPUs copy from and to its memory by themselves, as long as this very object lives: not one that shares the memory.
 
-
-def _pin(tensor: Tensor) -> None:
-    """In place, and exactly its bytes: torch's allocator of pinned memory rounds up to powers of two."""
+    In place, and exactly its bytes: torch's allocator of pinned memory rounds up to powers of two. Raises RuntimeError where
+    that much can't be pinned."""
+    if not tensor.nbytes:
+        return
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()
     if code := int(runtime.cudaHostRegister(address, tensor.nbytes, PORTABLE)):

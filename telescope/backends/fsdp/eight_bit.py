@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telescope.backends.fsdp.sharding import local, rows_like
+from telescope.backends.common.local_parts import local
+from telescope.backends.fsdp.sharding import rows_like
 
 BLOCK = 256
 SMALLEST = 4096

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from telescope.backends.common import attention
 from telescope.backends.common.attention_choice import Kind
+from telescope.backends.common.local_parts import local
 from telescope.backends.common.models import ModelCheckpoint, TensorFiles, UnfitModel, model_files, refuse_quantised
 from telescope.backends.common.models import parameters_on_meta as parameters_on_meta
 from telescope.backends.fsdp.policy import fitted, load
-from telescope.backends.fsdp.sharding import ModelMesh, local
+from telescope.backends.fsdp.sharding import ModelMesh
 from telescope.config.models import ModelBroken, ModelNotFound, check_weights, model_folder
 
 if TYPE_CHECKING:

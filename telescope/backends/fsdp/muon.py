@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from telescope.backends.fsdp.sharding import local
+from telescope.backends.common.local_parts import local
 
 MOMENTUM = 0.95
 STEPS = 5

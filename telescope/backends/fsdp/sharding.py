@@ -1,12 +1,11 @@
 """Which ranks hold a model together: all of them, or each of several replicas its own whole one (HSDP).
 
 Owns the device mesh and what a rank is in it. Refuses sizes that do not divide; `telescope.backends.fsdp` says so beforehand.
-Says what of a tensor lies on this rank, and spreads other tensors as it is: it knows DTensor so that others need not.
+Spreads other tensors as one is.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from telescope.backends.base import World
 from telescope.backends.common.context import Context, join_context_group
+from telescope.backends.common.local_parts import local
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,6 @@ def make_mesh(world: World, replicas: int = 1, sharing: int = 1) -> ModelMesh:
     )
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What of it lies here: the tensor itself where it is not a DTensor. Shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def placed_like(tensor: Tensor, part: Tensor) -> Tensor:
-    """`part` as this rank's part of a tensor spread as `tensor` is, though it may lie on another device than the mesh's: as
-    fully_shard's own offloaded parameters do."""
-    if not isinstance(tensor, DTensor):
-        return part
-    return DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
 def rows_like(tensor: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Zeros [rows of `tensor`, columns], spread over the ranks by rows as `tensor` is."""
     part = local(tensor)
@@ -84,11 +71,3 @@ def rows_like(tensor: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return DTensor.from_local(
         zeros, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=(columns, 1)
     )
-
-
-def share_bytes(tensor: Tensor) -> int:
-    """Of the largest share of any rank, so that each rank finds the same number."""
-    if not isinstance(tensor, DTensor):
-        return tensor.nbytes
-    rows = -(-tensor.shape[0] // tensor.device_mesh.size(tensor.device_mesh.ndim - 1))
-    return rows * tensor.dtype.itemsize * math.prod(tensor.shape[1:])

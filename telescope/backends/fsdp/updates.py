@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from telescope.backends.base import Job
+from telescope.backends.common.stored_states import ON_HOST, StoredStates
 from telescope.backends.common.updates import OptimizerUpdate as OptimizerUpdate
 from telescope.backends.common.updates import Updater
 from telescope.backends.fsdp import optimizers
-from telescope.backends.fsdp.offload import HostedStates
 
 
 class ShardUpdater(Updater):
@@ -26,7 +26,7 @@ class ShardUpdater(Updater):
         super().__init__(job, scaled=scaled)
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.optimizer = optimizers.make(kind, module, job.trainer)
-        self._hosted = HostedStates(self.optimizer, job.world.device) if hosted else None
+        self._hosted = StoredStates(self.optimizer, job.world.device, lambda *_: ON_HOST) if hosted else None
 
     def _gradients(self) -> Iterable[Tensor]:
         return (parameter.grad for parameter in self._parameters if parameter.grad is not None)

@@ -39,6 +39,8 @@ BROKEN_ENGINE = (
 FP8_BLOCK = {"blockwise": 128, "tensorwise": 16}
 """Of what a recipe's products want multiples: of a rank's tokens of a row, and of the widths of its matrices."""
 HALF = ("bfloat16", "float16")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Of AdamW, by its own names."""
 SCALED_SUMS = (
     "backend.grad_reduce_in_fp32=false keeps gradients in float16 without the scale of the loss, where small ones are zero: "
     "set grad_reduce_in_fp32=true, or mixed_precision_dtype=bfloat16"
@@ -55,8 +57,9 @@ class Megatron(BackendSettings):
     """Trainer ranks that share each packed row, an equal part of its tokens each: longer rows in the same memory. Times
     tensor_parallel_size it must divide the model's attention heads, and with pipeline_parallel_size the number of ranks."""
     expert_parallel_size: int = Field(default=1, ge=1, le=1024)
-    """Trainer ranks that share out the experts of a model, whole ones each, whichever model of tensor_parallel_size they belong
-    to: a token is sent to the ranks that have its experts. Must divide the number of ranks, and of experts."""
+    """Trainer ranks that share out the experts of a model or stage, whole ones each, whichever model of tensor_parallel_size
+    they belong to: a token is sent to the ranks that have its experts. Must divide the number of ranks of a stage, and of
+    experts."""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
     """Stages of a model, each of some of its layers on ranks of its own: stages exchange a row's activations alone, and compute
     different rows at a time. Times tensor_parallel_size and context_parallel_size it must divide the number of ranks. Layers
@@ -74,6 +77,21 @@ class Megatron(BackendSettings):
     memory. Not with float16."""
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel ranks while the last row's backward pass is under way, rather than after it."""
+    optimizer_cpu_offload: bool = False
+    """Between updates keep moments in pinned host memory, and where others compute (mixed_precision_dtype) the weights that are
+    updated, too. They come to the GPU some 256 MiB at a time and are stepped there: the same update to the bit, for up to 24
+    bytes a parameter over the bus."""
+    optimizer_offload_fraction: float = Field(default=1.0, ge=0, le=1)
+    """With optimizer_cpu_offload, how much of what a rank updates is in host memory: whole parameters, or pieces of them where
+    they are spread over ranks, the largest first."""
+    use_precision_aware_optimizer: bool = False
+    """Keep moments between updates as exp_avg_dtype and exp_avg_sq_dtype say. Steps are computed in float32, and each moment is
+    then rounded to the nearest number."""
+    exp_avg_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of AdamW's first moment between updates, with use_precision_aware_optimizer."""
+    exp_avg_sq_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of AdamW's second moment between updates, with use_precision_aware_optimizer. bfloat16 needs trainer.betas
+    whose second number is 0.996 or less."""
     mixed_precision_dtype: Literal["bfloat16", "float16", "float32"] | None = "bfloat16"
     """Precision of forward and backward. Weights that are updated stay in model.dtype beside those that compute. null: that of
     the weights themselves."""
@@ -135,6 +153,17 @@ class Megatron(BackendSettings):
         return "adamw"
 
     @property
+    def hosted_share(self) -> float:
+        """Of what a rank updates, what is in host memory between updates."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+
+    def moment_dtypes(self, model_dtype: str) -> dict[str, str]:
+        """By moment, its precision between updates, where weights are updated in `model_dtype`."""
+        if not self.use_precision_aware_optimizer:
+            return dict.fromkeys(MOMENTS, model_dtype)
+        return dict(zip(MOMENTS, (self.exp_avg_dtype, self.exp_avg_sq_dtype), strict=True))
+
+    @property
     def fp8_format(self) -> Literal["e4m3", "hybrid"] | None:
         """`fp8` with true decided."""
         if isinstance(self.fp8, bool):
@@ -191,21 +220,19 @@ class Megatron(BackendSettings):
                 "with backend.pipeline_parallel_size=1 there are no stages: set pipeline_parallel_size=2 or more, or leave it "
                 "out",
             )
-        if self.expert_parallel_size > 1 and self.pipeline_parallel_size > 1:
-            yield (
-                ("backend.expert_parallel_size", "backend.pipeline_parallel_size"),
-                f"backend.expert_parallel_size={self.expert_parallel_size} shares out the experts of a model, and a model with "
-                f"experts can't be cut into backend.pipeline_parallel_size={self.pipeline_parallel_size} stages yet: set one "
-                "of them to 1",
-            )
         if ranks % self.ranks_a_shard:
             yield self._indivisible(ranks)
             return
-        if ranks % self.expert_parallel_size:
+        if (ranks // self.pipeline_parallel_size) % self.expert_parallel_size:
+            sizes = {"backend.expert_parallel_size": self.expert_parallel_size}
+            if self.pipeline_parallel_size > 1:
+                sizes["backend.pipeline_parallel_size"] = self.pipeline_parallel_size
+            paths, product = _product(sizes)
+            of_all = " of all stages" if self.pipeline_parallel_size > 1 else ""
             yield (
-                ("backend.expert_parallel_size", workers),
-                f"backend.expert_parallel_size={self.expert_parallel_size} must divide {workers}={ranks}: so many ranks share "
-                f"out the experts; set {workers} to a multiple of it, or another expert_parallel_size",
+                (*paths, workers),
+                f"{product} must divide {workers}={ranks}: so many ranks share out the experts{of_all}; set {workers} to a "
+                "multiple of it, or another expert_parallel_size",
             )
         if self.sequence_parallel is True and size == 1:
             yield (
@@ -220,6 +247,7 @@ class Megatron(BackendSettings):
                 "backend.sequence_parallel=false these are summed over ranks in place: set sequence_parallel=auto, or "
                 "gradient_checkpointing=full",
             )
+        yield from self._optimizer_errors()
         if self.mixed_precision_dtype == "float16" and not self.grad_reduce_in_fp32:
             yield ("backend.grad_reduce_in_fp32", "backend.mixed_precision_dtype"), SCALED_SUMS
         yield from self._engine_errors()
@@ -231,6 +259,33 @@ class Megatron(BackendSettings):
                 f"{workers}={ranks} and {product} there is one: set use_distributed_optimizer=auto, "
                 f"or {workers}={2 * model} or more",
             )
+
+    def _optimizer_errors(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Settings of how the optimiser's state is kept that would do nothing."""
+        offload, share = "backend.optimizer_cpu_offload", "backend.optimizer_offload_fraction"
+        if self.optimizer_cpu_offload and not self.optimizer_offload_fraction:
+            yield (
+                (share, offload),
+                f"{share}=0 leaves nothing for {offload}=true to do: set a fraction above 0, or leave both out",
+            )
+        elif self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
+            yield (
+                (share, offload),
+                f"{share}={self.optimizer_offload_fraction:g} says how much {offload}=true keeps in host memory, and that is "
+                f"false: set {offload}=true, or leave the fraction out",
+            )
+        aware = "backend.use_precision_aware_optimizer"
+        dtypes = {"backend.exp_avg_dtype": self.exp_avg_dtype, "backend.exp_avg_sq_dtype": self.exp_avg_sq_dtype}
+        lower = {name: dtype for name, dtype in dtypes.items() if dtype != "float32"}
+        if self.use_precision_aware_optimizer and not lower:
+            yield (
+                (aware, *dtypes),
+                f"{aware}=true keeps moments in the precisions of {' and '.join(dtypes)}, which are float32 both: set one of "
+                "them to bfloat16, or leave it out",
+            )
+        elif lower and not self.use_precision_aware_optimizer:
+            said = " and ".join(f"{name}={dtype}" for name, dtype in lower.items())
+            yield (aware, *lower), f"{said} does nothing without {aware}=true: set that, or leave it out"
 
     def _engine_errors(self) -> Iterator[tuple[tuple[str, ...], str]]:
         engine, fusion = "backend.use_transformer_engine", "backend.gradient_accumulation_fusion"
@@ -279,13 +334,8 @@ class Megatron(BackendSettings):
     def model_errors(self, counts: ModelCounts) -> Iterator[tuple[tuple[str, ...], str]]:
         """See `BackendSettings.model_errors`."""
         yield from self._uneven_heads(counts)
+        yield from self._expert_errors(counts.experts)
         stages, laps, layers = self.pipeline_parallel_size, self.virtual_pipeline_size, counts.layers
-        if stages > 1 and counts.experts:
-            yield (
-                ("backend.pipeline_parallel_size", "model.name"),
-                f"backend.pipeline_parallel_size={stages} cuts a model into stages, which is not built for models with "
-                "experts, as this one is: set it to 1, and share the experts out with backend.expert_parallel_size",
-            )
         if layers is None:
             return
         if stages > layers:
@@ -299,6 +349,27 @@ class Megatron(BackendSettings):
                 ("backend.virtual_pipeline_size", "backend.pipeline_parallel_size", "model.name"),
                 f"backend.virtual_pipeline_size={laps} times backend.pipeline_parallel_size={stages} is more than the {layers} "
                 f"layers of the model, and each stretch needs one: set virtual_pipeline_size={layers // stages} or less",
+            )
+
+    def _expert_errors(self, experts: int) -> Iterator[tuple[tuple[str, ...], str]]:
+        """`experts` of each layer that has some; 0: the model has none."""
+        size = self.expert_parallel_size
+        if size > 1 and not experts:
+            yield (
+                ("backend.expert_parallel_size", "model.name"),
+                f"backend.expert_parallel_size={size} deals out experts, and this model has none: set it to 1",
+            )
+        if experts % size:
+            yield (
+                ("backend.expert_parallel_size", "model.name"),
+                f"backend.expert_parallel_size={size} must divide the model's {experts} experts: set it to one of "
+                f"{write_divisors(experts)}",
+            )
+        if experts and self.tensor_parallel_size > 1 and not self.spreads_sequence():
+            yield (
+                ("backend.sequence_parallel", "backend.tensor_parallel_size", "model.name"),
+                f"backend.sequence_parallel=false gives each of backend.tensor_parallel_size={self.tensor_parallel_size} ranks "
+                "all tokens of a row, and each would send all of them to its experts: set sequence_parallel=auto",
             )
 
     def _uneven_heads(self, counts: ModelCounts) -> Iterator[tuple[tuple[str, ...], str]]:

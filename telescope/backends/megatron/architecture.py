@@ -28,7 +28,6 @@ from telescope.config.models import (
     check_weights,
     model_folder,
     read_json_object,
-    write_divisors,
 )
 from telescope.maths.flops import TrainingWork
 
@@ -61,11 +60,22 @@ class Architecture:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
+    def head_layers(self) -> float:
+        """As many layers as cost what the head does."""
+        in_layers = self._trained("model.layers.")
+        return math.prod(self.shapes["model.embed_tokens.weight"]) * self.facts.layers / in_layers
+
+    def _trained(self, prefix: str = "") -> float:
+        """Parameters whose name begins so; of experts those count that a token goes to."""
+        active = self.facts.top_k / self.facts.experts if self.facts.experts else 1.0
+        sizes = ((name, math.prod(shape)) for name, shape in self.shapes.items() if name.startswith(prefix))
+        return sum(size * (active if EXPERT in name else 1.0) for name, size in sizes)
+
+    @property
     def work(self) -> TrainingWork:
         """Of experts those count that a token goes to; an embedding that is only looked up does not."""
         facts = self.facts
-        active = facts.top_k / facts.experts if facts.experts else 1.0
-        trained = sum(math.prod(shape) * (active if EXPERT in name else 1.0) for name, shape in self.shapes.items())
+        trained = self._trained()
         if not facts.tied:
             trained -= math.prod(self.shapes["model.embed_tokens.weight"])
         return TrainingWork.of(trained=trained, layers=facts.layers, heads=facts.heads, head_dim=facts.head_dim)
@@ -186,7 +196,6 @@ def _strange(config: Any, settings: Megatron) -> Iterator[str]:
             yield f"its config.json has {name}=true, which backend=megatron does not compute: set backend=fsdp"
     if config.hidden_act != "silu":
         yield f"its config.json has hidden_act={config.hidden_act}, and backend=megatron computes silu alone: set backend=fsdp"
-    yield from _strange_experts(facts, settings)
     yield from _strange_in_fp8(config, facts, settings)
     if config.intermediate_size % size and len(facts.expert_layers) < facts.layers:
         yield (
@@ -195,23 +204,6 @@ def _strange(config: Any, settings: Megatron) -> Iterator[str]:
         )
     if -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
         yield f"backend.tensor_parallel_size={size} is too many for its vocabulary of {config.vocab_size} tokens: set fewer"
-
-
-def _strange_experts(facts: ModelDimensions, settings: Megatron) -> Iterator[str]:
-    size = settings.expert_parallel_size
-    if size > 1 and not facts.expert_layers:
-        yield f"backend.expert_parallel_size={size} deals out experts, and this model has none: set it to 1"
-    elif facts.expert_layers and facts.experts % size:
-        yield (
-            f"backend.expert_parallel_size={size} must divide its {facts.experts} experts: set it to one of "
-            f"{write_divisors(facts.experts)}"
-        )
-    if facts.expert_layers and settings.tensor_parallel_size > 1 and not settings.spreads_sequence():
-        yield (
-            "backend.sequence_parallel=false gives each of backend.tensor_parallel_size="
-            f"{settings.tensor_parallel_size} ranks all tokens of a row, and each would send all of them to its experts: set "
-            "sequence_parallel=auto"
-        )
 
 
 def _strange_in_fp8(config: Any, facts: ModelDimensions, settings: Megatron) -> Iterator[str]:

@@ -22,23 +22,25 @@ from torch import Tensor
 from telescope.backends.base import Job, Outcome
 from telescope.backends.common import kernels, model_work, ranks, routing, rows
 from telescope.backends.common.flat_buckets import host_weights
+from telescope.backends.common.models import ModelCheckpoint
 from telescope.backends.common.phase_times import PhaseTimer
 from telescope.backends.common.routing import ExpertLoad
 from telescope.backends.common.saving import Saver
 from telescope.backends.common.stepping import PreparedRow, SteppingBackend
 from telescope.backends.common.tally import MetricSums
 from telescope.backends.megatron import architecture, has_engine, parallel, pipeline, state
+from telescope.backends.megatron.architecture import Architecture
 from telescope.backends.megatron.layers import own_modules
 from telescope.backends.megatron.masters import Masters
 from telescope.backends.megatron.modules import engine_modules, engine_version, fuse_gradient_sums, refuse_fp8
+from telescope.backends.megatron.parallel import Parallel
 from telescope.backends.megatron.policy import ParallelPolicy, ParallelRow
 from telescope.backends.megatron.publish import PartPacker
-from telescope.backends.megatron.rules import TensorMap
+from telescope.backends.megatron.rules import ModelDimensions, TensorMap
 from telescope.backends.megatron.staged_rows import ForwardRows, TrainedRows
-from telescope.backends.megatron.stages import cut_shape, uncut
+from telescope.backends.megatron.stages import StageLayout, cut_layers
 from telescope.backends.megatron.updates import PieceUpdater
 from telescope.maths import packing
-from telescope.maths.memory import shape_from
 from telescope.records import Denominators
 from telescope.weights.buckets import Bucket, ModelTensor
 
@@ -80,92 +82,122 @@ class MegatronBackend(SteppingBackend):
         if settings.fp8:
             refuse_fp8(settings.fp8_recipe)
         known = architecture.read(settings, job)
-        stages, laps = settings.pipeline_parallel_size, settings.virtual_pipeline_size
-        self._parallel = parallel.make_parallel(
-            job.world,
-            settings.tensor_parallel_size,
-            stages,
-            pipeline.pipes_needed(laps),
-            settings.collective_timeout_s,
-            settings.expert_parallel_size,
-            settings.context_parallel_size,
-        )
-        parallel.meet_groups(self._parallel, self._device)
-        pipeline.meet_neighbours(self._parallel, laps, self._device)
-        facts, held, experts = known.facts, self._parallel, self._parallel.experts
-        layout = uncut(facts.layers, tied=facts.tied)
-        if stages > 1:  # these need the shape, which a model with experts does not have
-            layout = cut_shape(shape_from(known.config.to_dict()), stages, laps)
+        facts, laps = known.facts, settings.virtual_pipeline_size
+        held = self._parallel = self._meet(settings, facts)
+        layout = cut_layers(facts.layers, held.stages, laps, head=known.head_layers, tied=facts.tied)
         modules = engine_modules() if engine else own_modules(settings.compile)
         self._table = TensorMap(
-            facts, known.shapes, held.tensor_rank, held.tensor_size, experts.rank, experts.size, norm_enters=modules.norm_enters
+            facts, known.shapes, held.tensor_rank, held.tensor_size, held.experts.rank, held.experts.size,
+            norm_enters=modules.norm_enters,
         )  # fmt: skip
-        master = getattr(torch, job.model.dtype)
 
-        def made() -> ParallelPolicy:
+        def make_policy() -> ParallelPolicy:
             with warnings.catch_warnings():  # of defaults that megatron-core itself has deprecated
                 warnings.simplefilter("ignore")
-                return ParallelPolicy(known, settings, modules, kind, computing, self._parallel, layout, self._device)
+                return ParallelPolicy(known, settings, modules, kind, computing, held, layout, self._device)
 
-        self._policy = made().train()
+        self._policy = make_policy().train()
         if settings.gradient_accumulation_fusion:
             fuse_gradient_sums(self._policy.models)
-        spread = settings.spreads_optimizer(job.world.size)
-        self._ddps: list[Any] = [
-            DistributedDataParallel(
-                self._policy.config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
-                    overlap_grad_reduce=settings.overlap_grad_reduce,
-                    use_distributed_optimizer=spread,
-                    average_in_collective=False,
-                ),
-                lm,
-                disable_bucketing=place > 0,
-            )
-            for place, lm in enumerate(self._policy.models)
-        ]
-        named = self._policy.by_name()
-        elsewhere = frozenset(name for name in named if layout.home(name) != held.stage)
-        self._masters = Masters(self._ddps, named, master, held, spread=spread, counted_elsewhere=elsewhere)
-        self._fill(self._policy, known.files, self._masters.put, master)
+        self._ddps = self._make_ddps(settings, facts)
+        self._masters = self._make_masters(settings, layout)
+        self._fill(self._policy, known.files, self._masters.put)
         self._reference = None
         if job.algorithm.needs_reference:
-            self._reference = made().requires_grad_(False).eval()
+            self._reference = make_policy().requires_grad_(False).eval()
             self._reference.replays = False
             frozen = self._reference.by_name()
-            self._fill(self._reference, known.files, lambda name, whole: frozen[name].copy_(whole), master)
-        everywhere = {rule.parameter: rule.everywhere for rule in self._table.rules.values()}
-        self._updater = PieceUpdater(job, self._ddps, self._masters, everywhere, scaled=computing == torch.float16)
+            self._fill(self._reference, known.files, lambda name, whole: frozen[name].copy_(whole))
+        self._updater = self._make_updater(settings, scaled=computing == torch.float16)
         if job.resume is not None:
-            state.put_back(job.resume, self._masters, self._updater, self._table, self._parallel, job.world)
+            state.put_back(job.resume, self._masters, self._updater, self._table, held, job.world)
         self._work = known.work
         if facts.expert_layers:
             self._load = ExpertLoad(len(facts.expert_layers), facts.experts, facts.top_k, self._device)
             self._policy.load = self._load
-        self._packer = PartPacker(self._masters, self._table, layout, self._parallel, self._device)
-        self._pipeline = pipeline.Pipeline(self._parallel, laps, computing, self._device) if stages > 1 else None
-        log.info(
-            "%s: %.2fM weights, computing in %s%s%s, attention %s, %d ranks a %s%s%s, %d models%s%s",
-            type(known.config).__name__.removesuffix("Config"),
-            known.parameters / 1e6,
-            str(computing).removeprefix("torch."),
-            f" and FP8 ({settings.fp8_format}, {settings.fp8_recipe})" if settings.fp8 else "",
-            f", layers of Transformer Engine {engine_version()}" if engine else "",
-            kernels.WORDS[kind],
-            self._parallel.tensor_size,
-            "model" if stages == 1 else f"stage of {stages} ({layout.described()})",
-            ", rows spread over them" if settings.spreads_sequence() else "",
-            f", each row over {held.context.size} ranks of each part" if held.context is not None else "",
-            held.models,
-            ", moments spread over them" if spread else "",
-            f", {facts.experts} experts a layer over {experts.size} ranks" if facts.experts else "",
+        self._packer = PartPacker(self._masters, self._table, layout, held, self._device)
+        self._pipeline = pipeline.Pipeline(held, laps, computing, self._device) if held.stages > 1 else None
+        log.info("%s", self._describe(settings, known, layout, kind, computing, engine=engine))
+
+    def _meet(self, settings: Megatron, facts: ModelDimensions) -> Parallel:
+        """The groups of ranks. A collective."""
+        laps = settings.virtual_pipeline_size
+        found = parallel.make_parallel(
+            self._job.world,
+            settings.tensor_parallel_size,
+            settings.pipeline_parallel_size,
+            pipeline.pipes_needed(laps),
+            settings.collective_timeout_s,
+            settings.expert_parallel_size if facts.expert_layers else None,
+            settings.context_parallel_size,
+        )
+        parallel.meet_groups(found, self._device)
+        pipeline.meet_neighbours(found, laps, self._device)
+        return found
+
+    def _make_ddps(self, settings: Megatron, facts: ModelDimensions) -> list[Any]:
+        """Of each stretch of layers: what holds its gradients, and sums them over ranks."""
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
+            overlap_grad_reduce=settings.overlap_grad_reduce,
+            use_distributed_optimizer=settings.spreads_optimizer(self._job.world.size),
+            average_in_collective=False,
+        )
+        groups = self._parallel.gradient_groups if facts.expert_layers else None
+        return [
+            DistributedDataParallel(self._policy.config, config, lm, disable_bucketing=place > 0, pg_collection=groups)
+            for place, lm in enumerate(self._policy.models)
+        ]
+
+    def _make_masters(self, settings: Megatron, layout: StageLayout) -> Masters:
+        named = self._policy.by_name()
+        return Masters(
+            self._ddps,
+            named,
+            getattr(torch, self._job.model.dtype),
+            self._parallel,
+            spread=settings.spreads_optimizer(self._job.world.size),
+            counted_elsewhere=frozenset(name for name in named if layout.home(name) != self._parallel.stage),
+            hosted=settings.hosted_share,
         )
 
+    def _make_updater(self, settings: Megatron, *, scaled: bool) -> PieceUpdater:
+        dtypes = settings.moment_dtypes(self._job.model.dtype)
+        return PieceUpdater(
+            self._job,
+            self._ddps,
+            self._masters,
+            {rule.parameter: rule.everywhere for rule in self._table.rules.values()},
+            scaled=scaled,
+            moment_dtypes={kind: getattr(torch, dtype) for kind, dtype in dtypes.items()},
+        )
+
+    def _describe(
+        self, settings: Megatron, known: Architecture, layout: StageLayout, kind: Kind, computing: torch.dtype, *, engine: bool
+    ) -> str:  # fmt: skip
+        """What was built, for the log."""
+        held, masters, experts = self._parallel, self._masters, known.facts.experts
+        eight_bit = f" and FP8 ({settings.fp8_format}, {settings.fp8_recipe})" if settings.fp8 else ""
+        part = "model" if held.stages == 1 else f"stage of {held.stages} ({layout.described()})"
+        said = (
+            f"{known.parameters / 1e6:.2f}M weights",
+            f"computing in {str(computing).removeprefix('torch.')}{eight_bit}",
+            f"layers of Transformer Engine {engine_version()}" if engine else "",
+            f"attention {kernels.WORDS[kind]}",
+            f"{held.tensor_size} ranks a {part}",
+            "rows spread over them" if settings.spreads_sequence() else "",
+            f"each row over {held.context.size} ranks of each part" if held.context is not None else "",
+            f"{held.models} models",
+            "moments spread over them" if settings.spreads_optimizer(self._job.world.size) else "",
+            f"moments of {len(masters.hosted)} of {len(masters.pieces)} parameters in host memory" if masters.hosted else "",
+            f"{experts} experts a layer over {held.experts.size} ranks" if experts else "",
+        )
+        return f"{type(known.config).__name__.removesuffix('Config')}: {', '.join(filter(None, said))}"
+
     @torch.no_grad()
-    def _fill(self, policy: ParallelPolicy, files: Any, put: Callable[[str, Tensor], object], dtype: torch.dtype) -> None:
+    def _fill(self, policy: ParallelPolicy, files: ModelCheckpoint, put: Callable[[str, Tensor], object]) -> None:
         shapes = {name: tuple(parameter.shape) for name, parameter in policy.by_name().items()}
-        state.fill(self._table, files, shapes, put, dtype, self._device)
+        state.fill(self._table, files, shapes, put, self._masters.dtype, self._device)
 
     # ---- a step
 

@@ -2,8 +2,8 @@
 
 megatron-core's buffers hold gradients one after another, and with its distributed optimizer each of D data-parallel ranks sums
 up and keeps 1/D of every buffer: whole parameters, and pieces of two. Without it each rank updates all. Where weights compute
-in another dtype than they are updated in, the latter lie here. Owns these pieces, the norm of their gradient, and the way back
-to whole parameters. Refuses to know optimisers and names of Hugging Face.
+in another dtype than they are updated in, the latter lie here, or of some pieces in host memory. Owns these pieces, the norm of
+their gradient, and the way back to whole parameters. Refuses to know optimisers and names of Hugging Face.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from telescope.backends.common.staging import pin
 from telescope.backends.megatron.parallel import Copies, Parallel
 
 
@@ -26,7 +27,7 @@ class UpdatedPiece:
     start: int
     stop: int
     updated: nn.Parameter
-    """[stop - start]: in the parameter itself, or apart."""
+    """[stop - start]: in the parameter itself, or apart; in host memory where it is hosted."""
     computing: Tensor
     """[stop - start] in the parameter."""
     gradient: Tensor
@@ -42,15 +43,19 @@ class Masters:
 
     def __init__(
         self, ddps: Sequence[Any], parameters: Mapping[str, nn.Parameter], dtype: torch.dtype, parallel: Parallel, *,
-        spread: bool, counted_elsewhere: Set[str] = frozenset(),
+        spread: bool, counted_elsewhere: Set[str] = frozenset(), hosted: float = 0.0,
     ) -> None:  # fmt: skip
         """`parameters` by name. `dtype`: what weights are updated in. `spread`: over the ranks with equal parts, as buffers
-        are. `counted_elsewhere`: names of parameters that another stage has too, and counts and saves."""
+        are. `counted_elsewhere`: names of parameters that another stage has too, and counts and saves. `hosted`: of what this
+        rank updates, the part that is in host memory between updates."""
         self._ddps, self._parallel, self._spread = ddps, parallel, spread
         self.dtype, self.counted_elsewhere = dtype, counted_elsewhere
         self.parameters = dict(parameters)
         runs = self._runs() if self._spread else {name: (0, p.numel()) for name, p in self.parameters.items()}
-        self.pieces = {name: self._piece(self.parameters[name], *run) for name, run in runs.items()}
+        self.hosted = choose_share({name: stop - start for name, (start, stop) in runs.items()}, hosted)
+        """Names of parameters whose piece is in host memory between updates, with what the optimiser knows of it."""
+        self.pieces = {name: self._piece(name, *run) for name, run in runs.items()}
+        self._by_updated = {id(piece.updated): piece for piece in self.pieces.values()}
 
     def of_expert(self, name: str) -> bool:
         """Whether megatron-core sums the parameter's gradient over the ranks with the same experts, and not over the
@@ -76,11 +81,18 @@ class Masters:
                         runs[names[parameter]] = (start - first, stop - first)
         return runs
 
-    def _piece(self, parameter: nn.Parameter, start: int, stop: int) -> UpdatedPiece:
+    def _piece(self, name: str, start: int, stop: int) -> UpdatedPiece:
+        parameter = self.parameters[name]
         computing = parameter.detach().view(-1)[start:stop]
         gradient: Tensor = parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
-        updated = computing if computing.dtype == self.dtype else torch.empty_like(computing, dtype=self.dtype)
-        return UpdatedPiece(start, stop, nn.Parameter(updated), computing, gradient)
+        if computing.dtype == self.dtype:
+            return UpdatedPiece(start, stop, nn.Parameter(computing), computing, gradient)
+        on_host = name in self.hosted
+        where = "cpu" if on_host else computing.device
+        updated = nn.Parameter(torch.empty_like(computing, dtype=self.dtype, device=where))
+        if on_host and computing.is_cuda:
+            pin(updated)
+        return UpdatedPiece(start, stop, updated, computing, gradient)
 
     # ---- values
 
@@ -108,7 +120,7 @@ class Masters:
         mine = copies.rank == owner
         if not self._spread or copies.size == 1:
             assert piece is not None
-            return of(piece).detach().view(parameter.shape) if mine else None
+            return of(piece).detach().to(parameter.device).view(parameter.shape) if mine else None
         flat = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
         if piece is not None:
             flat[piece.start : piece.stop].copy_(of(piece).detach())
@@ -121,11 +133,15 @@ class Masters:
         return any(parameter.dtype != self.dtype for parameter in self.parameters.values())
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """After an update: what computes is what was updated, on all ranks."""
-        apart = [piece for piece in self.pieces.values() if piece.apart]
+    def follow(self, updated: Sequence[nn.Parameter]) -> None:
+        """What computes of these pieces is what was updated, which is on the device now."""
+        apart = [piece for piece in (self._by_updated[id(each)] for each in updated) if piece.apart]
         if apart:
             torch._foreach_copy_([piece.computing for piece in apart], [piece.updated for piece in apart])
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After an update of all pieces: what computes is the same on all ranks."""
         if self._spread:
             for ddp in self._ddps:
                 ddp.start_param_sync(force_sync=True)
@@ -151,3 +167,14 @@ class Masters:
             total += torch.stack(torch._foreach_norm(counted, 2.0, torch.float32)).square().sum()
         dist.all_reduce(total)
         return total.sqrt()
+
+
+def choose_share(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
+    """Names whose sizes are that fraction of all, or less by not as much as the smallest of the others: largest ones first.
+    `choose_share({"a": 5, "b": 3, "c": 2}, 0.7)` is a and c."""
+    room, chosen = fraction * sum(sizes.values()), set[str]()
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        if size <= room:
+            chosen.add(name)
+            room -= size
+    return frozenset(chosen)

@@ -3,12 +3,13 @@ of the same model (pipeline parallelism), and which have equal parts of it and o
 
 Owns megatron-core's groups from start to end. With T ranks that hold matrices together, C that share rows and P stages, ranks 0
 to T - 1 have the first part of each row in the first stage of the first model, ranks 0 to T · C - 1 that whole stage, and ranks
-0 to T · C · P - 1 the model: neighbours share a host. Experts are dealt out over E neighbours of all ranks, whatever T and C
-are, where there is one stage: whole matrices, so that ranks 0 to E - 1 have all of them.
+0 to T · C · P - 1 the model: neighbours share a host. Experts are dealt out over E neighbours of all ranks that have a stage,
+whatever T and C are: whole matrices, so that with one stage ranks 0 to E - 1 have all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -35,7 +37,8 @@ class Copies:
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Which of the experts are here. The ranks of `group` have all of them together, and `copies` have the same ones."""
+    """Which of its stage's experts are here. The ranks of `group` have all of them together, and `copies` have the same ones;
+    the first rank of a stage is the first of its first such group."""
 
     size: int
     rank: int
@@ -75,6 +78,13 @@ class Parallel:
         return self.experts.copies if of_expert else self.alike
 
     @property
+    def gradient_groups(self) -> ProcessGroupCollection:
+        """Over which megatron-core sums gradients."""
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp", "dp_cp"])
+        groups.ep, groups.expt_dp = self.experts.group, self.experts.copies.group
+        return groups
+
+    @property
     def first_part(self) -> bool:
         """Whether a row begins on this rank."""
         return self.context is None or self.context.rank == 0
@@ -94,24 +104,24 @@ class Parallel:
 
 
 def make_parallel(
-    world: World, tensor_size: int, stages: int, pipes: int, timeout_s: float, expert_size: int = 1, sharing: int = 1
+    world: World, tensor_size: int, stages: int, pipes: int, timeout_s: float, expert_size: int | None = None, sharing: int = 1
 ) -> Parallel:  # fmt: skip
     """A collective; torch.distributed is set up before. `tensor_size` times `sharing`, which is how many ranks share each row,
-    times `stages` divides the number of ranks, and so does `expert_size`, which is 1 where there are several stages. `pipes`:
-    kinds of messages that pass from stage to stage."""
+    times `stages` divides the number of ranks, and so does `stages` times `expert_size`; None: the model has no experts.
+    `pipes`: kinds of messages that pass from stage to stage."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_size,
         pipeline_model_parallel_size=stages,
         context_parallel_size=sharing,
-        expert_model_parallel_size=expert_size,
-        # megatron-core wants as many ranks with equal experts as models where there are stages
-        expert_tensor_parallel_size=1 if stages == 1 else tensor_size * sharing,
+        expert_model_parallel_size=1,  # experts have groups of their own
+        expert_tensor_parallel_size=tensor_size * sharing,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_s / 60,
         order="tp-cp-ep-pp-dp",
     )
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     stage_ranks = tensor_size * sharing
+    alike = _copies(parallel_state.get_data_parallel_group(with_context_parallel=True))
     return Parallel(
         tensor_size=tensor_size,
         tensor_rank=world.rank % tensor_size,
@@ -122,22 +132,28 @@ def make_parallel(
         pipes=_make_pipes(world, stage_ranks, stages, pipes, timeout_s) if stages > 1 else (),
         context=_context(parallel_state.get_context_parallel_group()) if sharing > 1 else None,
         models=world.size // (stage_ranks * stages),
-        alike=_copies(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        alike=alike,
         model_group=parallel_state.get_model_parallel_group(),
         mesh=_mesh(tensor_group, world),
-        experts=_expert_place(world),
+        experts=_expert_place(world, alike, expert_size, stage_ranks, stages, timeout_s),
     )
 
 
-def _expert_place(world: World) -> ExpertPlace:
-    group = parallel_state.get_expert_model_parallel_group()
-    return ExpertPlace(
-        size=group.size(),
-        rank=group.rank(),
-        group=group,
-        copies=_copies(parallel_state.get_expert_data_parallel_group()),
-        mesh=_mesh(group, world),
-    )
+def _expert_place(
+    world: World, alike: Copies, expert_size: int | None, stage_ranks: int, stages: int, timeout_s: float
+) -> ExpertPlace:  # fmt: skip
+    """megatron-core could make the groups of one stage. Of several it wants as many ranks with equal experts as there are
+    models, and here all of a stage's ranks share them out."""
+    group, copies = parallel_state.get_expert_model_parallel_group(), alike  # of this rank alone, as it was told
+    if expert_size is not None:
+        sharing, same = list[list[int]](), list[list[int]]()
+        for stage in range(stages):
+            here = [rank for rank in range(world.size) if rank % (stage_ranks * stages) // stage_ranks == stage]
+            sharing += [here[first : first + expert_size] for first in range(0, len(here), expert_size)]
+            same += [here[place::expert_size] for place in range(expert_size)]
+        copies = _copies(_own_group(world, same, timeout_s))
+        group = group if expert_size == 1 else _own_group(world, sharing, timeout_s)
+    return ExpertPlace(size=group.size(), rank=group.rank(), group=group, copies=copies, mesh=_mesh(group, world))
 
 
 def _copies(group: dist.ProcessGroup) -> Copies:
@@ -158,16 +174,19 @@ def _make_pipes(world: World, stage_ranks: int, stages: int, pipes: int, timeout
         for first in range(0, world.size, model)
         for place in range(stage_ranks)
     ]
-    found = []
-    for _ in range(pipes):
-        groups = {tuple(members): dist.new_group(members, timeout=timedelta(seconds=timeout_s)) for members in pipelines}
-        found.append(next(group for members, group in groups.items() if world.rank in members))
-    return tuple(found)
+    return tuple(_own_group(world, pipelines, timeout_s) for _ in range(pipes))
+
+
+def _own_group(world: World, ranks: Sequence[list[int]], timeout_s: float) -> dist.ProcessGroup:
+    """Of these groups, which all ranks make, the one that this rank is in. A collective."""
+    groups: list[dist.ProcessGroup] = [dist.new_group(members, timeout=timedelta(seconds=timeout_s)) for members in ranks]
+    return next(group for members, group in zip(ranks, groups, strict=True) if world.rank in members)
 
 
 def meet_groups(parallel: Parallel, device: str) -> None:
-    """A number over each group that sums something up while rows are under way, or after: NCCL makes a group's communicator
-    when it is first used, and then waits for the device. A collective."""
+    """A number over each group that sums something up while rows are under way, or after, and between all that share out
+    experts: NCCL makes a group's communicator, and a link, when it is first used, and then waits for the device. A
+    collective."""
     groups = (
         parallel.tensor_group,
         None if parallel.context is None else parallel.context.group,
@@ -181,6 +200,9 @@ def meet_groups(parallel: Parallel, device: str) -> None:
     for group in groups:
         if group is not None and group.size() > 1:
             dist.all_reduce(number, group=group)
+    if (size := parallel.experts.size) > 1:
+        numbers = torch.zeros(size, device=device)
+        dist.all_to_all_single(torch.empty_like(numbers), numbers, group=parallel.experts.group)
 
 
 def _mesh(group: dist.ProcessGroup, world: World) -> DeviceMesh:

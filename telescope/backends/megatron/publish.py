@@ -1,8 +1,8 @@
 """From the ranks' parts to whole Hugging Face tensors in flat buckets, on rank 0 of the trainer.
 
 Owns the exchange: those ranks of the first whole model that have parts of a bucket send them, already cast, and rank 0 puts
-them in place; so do the first ranks that have all experts together, which may be of several models. A bucket is all that exists
-whole at a time.
+them in place. The first ranks that have all experts of a stage together, which may be of several models, first bring them
+together on that stage's first rank. A bucket is all that exists whole at a time.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ class PartPacker:
     @torch.no_grad()
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
         found, parallel = self._parts(bucket), self._parallel
-        of_experts = [spec for spec in bucket.specs if self._is_expert(spec)]
-        if of_experts and parallel.experts.copies.rank == 0:
-            self._gather_experts(of_experts, found, bucket.start, out)
+        if parallel.experts.copies.rank == 0:
+            found |= self._gathered_experts(bucket, found)
         if parallel.alike.rank:
             return
         mine = self._message(bucket, parallel.stage, parallel.tensor_rank)
@@ -88,38 +87,35 @@ class PartPacker:
 
         return self._masters.whole(name, updated, self._masters.dtype)
 
-    def _gather_experts(self, specs: Sequence[TensorSpec], found: dict[str, Tensor], start: int, out: Tensor | None) -> None:
-        """Whole matrices, each from the rank that has its expert."""
+    def _gathered_experts(self, bucket: Bucket, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The matrices of all of a stage's experts on the first of the ranks that share them out, each from the rank that has
+        it; nothing on the others."""
         experts, each = self._parallel.experts, max(1, self._table.facts.experts // self._parallel.experts.size)
+        specs = [spec for spec in bucket.specs if self._is_expert(spec) and self._homes[spec.name] == self._parallel.stage]
+        if not specs or experts.size == 1:
+            return {}  # what is there is all
         places, ends = [], [0] * experts.size
         for spec in specs:
             rank = (self._table.files[spec.name].expert or 0) // each
             places.append((spec, rank, ends[rank]))
             ends[rank] = aligned(ends[rank] + spec.nbytes)
-        if experts.size == 1:
-            if out is not None:
-                for spec in specs:
-                    view_in(out, start, spec).copy_(found[spec.name])
-            return
         message = torch.zeros(max(ends), dtype=torch.uint8, device=self._device)
         for spec, rank, place in places:
             if rank == experts.rank:
                 _piece(message, place, spec, spec.shape).copy_(found[spec.name])
-        every = [torch.empty_like(message) for _ in range(experts.size)] if out is not None else None
-        dist.gather(message, every, dst=0, group=experts.group)
-        if out is not None and every is not None:
-            for spec, rank, place in places:
-                view_in(out, start, spec).copy_(_piece(every[rank], place, spec, spec.shape))
+        every = [torch.empty_like(message) for _ in range(experts.size)] if experts.rank == 0 else None
+        dist.gather(message, every, group=experts.group, group_dst=0)
+        if every is None:
+            return {}
+        return {spec.name: _piece(every[rank], place, spec, spec.shape) for spec, rank, place in places}
 
     # ---- messages: parts of tensors one after another, and where each begins
 
     def _message(self, bucket: Bucket, stage: int, tensor_rank: int) -> list[tuple[TensorSpec, int]]:
-        """What a rank has to send of a bucket beside experts. What all ranks of its stage have, the first of them sends."""
+        """What a rank has to send of a bucket. What all ranks of its stage have, the first of them sends, and all experts."""
         found, end = [], 0
         for spec in bucket.specs:
-            if self._is_expert(spec) or self._homes[spec.name] != stage:
-                continue
-            if tensor_rank == 0 or self._dim(spec) is not None:
+            if self._homes[spec.name] == stage and (tensor_rank == 0 or self._dim(spec) is not None):
                 found.append((spec, end))
                 end = aligned(end + self._nbytes(spec, tensor_rank))
         return found
@@ -160,7 +156,8 @@ class PartPacker:
         return self._table.files[spec.name].expert is not None
 
     def _dim(self, spec: TensorSpec) -> int | None:
-        return self._table.of[spec.name][1].dim
+        """Along which ranks that hold matrices together have parts of it."""
+        return None if self._is_expert(spec) else self._table.of[spec.name][1].dim
 
     def _part_shape(self, spec: TensorSpec, tensor_rank: int) -> tuple[int, ...]:
         """As `torch.chunk` cuts it."""

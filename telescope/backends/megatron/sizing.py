@@ -37,6 +37,8 @@ def rank_memory(
             weight_bytes=BYTES[model.dtype],
             compute_bytes=computing,
             gradient_bytes=4 if settings.grad_reduce_in_fp32 else computing,
+            moment_bytes=[BYTES[dtype] for dtype in settings.moment_dtypes(model.dtype).values()],
+            hosted=settings.hosted_share,
             checkpointing=settings.gradient_checkpointing,
             reference=reference,
             handed_bytes=handed_bytes if stage == 0 else 0,

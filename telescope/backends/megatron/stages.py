@@ -65,11 +65,6 @@ class StageLayout:
         return f"{LAYERS}{stretch.first + int(number)}.{rest}"
 
 
-def uncut(layers: int, *, tied: bool) -> StageLayout:
-    """Of a model that is all on one stage."""
-    return cut_layers(layers, 1, 1, head=0.0, tied=tied)
-
-
 def cut_shape(shape: ModelShape, stages: int, stretches: int) -> StageLayout:
     """Of a model of this shape, see `cut_layers`."""
     head = shape.embedding_parameters / shape.layer_parameters

@@ -22,6 +22,7 @@ from telescope.backends.base import CheckpointUnfit, World
 from telescope.backends.common import randomness
 from telescope.backends.common.models import ModelCheckpoint, TensorFiles
 from telescope.backends.common.saving import ShardReader, own_key
+from telescope.backends.megatron import MOMENTS
 from telescope.backends.megatron.masters import Masters, UpdatedPiece
 from telescope.backends.megatron.parallel import Parallel
 from telescope.backends.megatron.rules import Rule, TensorMap
@@ -33,7 +34,6 @@ MODEL = "model."
 OPTIMIZER = "optimizer."
 COUNTERS = "trainer.counters"
 RANDOM = "random"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 READ_AT_ONCE = 1 << 30
 """Bytes of parameters whose tensors are read together."""
 
@@ -113,7 +113,8 @@ def _kinds(masters: Masters, updater: PieceUpdater | None) -> list[tuple[str, Ca
         (f"{MODEL}{{}}", lambda piece: piece.updated, masters.dtype)
     ]
     if updater is not None and updater.began:
-        kinds += [(f"{OPTIMIZER}{{}}.{kind}", functools.partial(updater.moment, kind), masters.dtype) for kind in MOMENTS]
+        for kind in MOMENTS:
+            kinds.append((f"{OPTIMIZER}{{}}.{kind}", functools.partial(updater.moment, kind), updater.moment_dtypes[kind]))
     return kinds
 
 

@@ -1,4 +1,5 @@
-"""AdamW over the pieces of parameters that this rank updates. The order of an update is common/updates.py's."""
+"""AdamW over the pieces of parameters that this rank updates. The order of an update is common/updates.py's, and how moments
+are kept between updates is common/stored_states.py's."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from telescope.backends.base import Job
+from telescope.backends.common.stored_states import Home, StoredStates
 from telescope.backends.common.updates import Updater
 from telescope.backends.megatron.masters import Masters, UpdatedPiece
 
@@ -20,9 +22,11 @@ class PieceUpdater(Updater):
     """Of all parameters that this stage has. Weight decay is for matrices alone."""
 
     def __init__(
-        self, job: Job, ddps: Sequence[Any], masters: Masters, everywhere: Mapping[str, bool], *, scaled: bool
+        self, job: Job, ddps: Sequence[Any], masters: Masters, everywhere: Mapping[str, bool], *, scaled: bool,
+        moment_dtypes: Mapping[str, torch.dtype],
     ) -> None:  # fmt: skip
-        """`everywhere`: by parameter, whether all ranks of a stage have all of it."""
+        """`everywhere`: by parameter, whether all ranks of a stage have all of it. `moment_dtypes`: by kind, of moments between
+        updates."""
         super().__init__(job, scaled=scaled)
         self._ddps, self._masters, self._everywhere = ddps, masters, everywhere
         self.steps = 0.0
@@ -36,6 +40,15 @@ class PieceUpdater(Updater):
         groups = [{"params": found, "weight_decay": decay} for found, decay in given if found]
         nothing = [{"params": [nn.Parameter(torch.zeros(0))], "weight_decay": 0.0}]  # a rank may have padding alone
         self.optimizer = torch.optim.AdamW(groups or nothing, lr=trainer.learning_rate, betas=trainer.betas, fused=bool(groups))
+        self.moment_dtypes = moment_dtypes
+        away = [masters.pieces[name] for name in masters.hosted]
+        hosted = {id(piece.updated) for piece in away}
+
+        def home(parameter: Tensor, kind: str) -> Home:
+            return Home(on_host=id(parameter) in hosted, dtype=moment_dtypes[kind])
+
+        weights = [piece.updated for piece in away if piece.apart]
+        self._stored = StoredStates(self.optimizer, job.world.device, home, weights)
 
     def _gradients(self) -> Iterable[Tensor]:
         return self._masters.gradients()
@@ -48,14 +61,14 @@ class PieceUpdater(Updater):
         return float(norm)
 
     def _step(self) -> None:
-        for piece in self._masters.pieces.values():
-            piece.updated.grad = piece.gradient.to(piece.updated.dtype)
-        self.optimizer.step()
+        self._stored.step_with(self._given(), self._masters.follow)
         self.steps += 1
         self._masters.publish()
 
+    def _given(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return [(piece.updated, piece.gradient) for piece in self._masters.pieces.values()]
+
     def _clear(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
         for ddp in self._ddps:
             ddp.zero_grad_buffer()
 
@@ -65,20 +78,17 @@ class PieceUpdater(Updater):
         return self.steps > 0
 
     def moment(self, kind: str, piece: UpdatedPiece) -> Tensor:
-        """`exp_avg` or `exp_avg_sq` of a piece, in its place."""
+        """`exp_avg` or `exp_avg_sq` of a piece, as it is between updates."""
         found: Tensor = self.optimizer.state[piece.updated][kind]
         return found
 
-    @torch.no_grad()
     def make_state(self, steps: float) -> None:
         """Let the optimiser make its moments, so that they can be read into, and say that it made so many steps: a step with a
         rate and gradients of 0, which leaves the weights as they are."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear()
+        self._stored.step_with(self._given())
         for state in self.optimizer.state.values():
             state["step"].fill_(steps)
         self.steps = steps
