@@ -32,6 +32,7 @@ def telescope(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
+@pytest.mark.timeout(300)
 def test_after_the_last_step_the_weights_are_there_and_the_last_lines_work(start: Start, tmp_path: Path):
     run = start(*REAL_TRAINER, "number_of_steps=2", AUTO)
     assert run.wait(LIMIT_S) == 0, run.said()
@@ -51,6 +52,7 @@ def test_after_the_last_step_the_weights_are_there_and_the_last_lines_work(start
     assert run.left_after(30) == []
 
 
+@pytest.mark.timeout(300)
 def test_ctrl_c_saves_the_training_state_and_the_run_goes_on_from_there(start: Start):
     run = start(*REAL_TRAINER, "number_of_steps=1000", AUTO)
     run.until_step(2)
@@ -71,6 +73,7 @@ def test_ctrl_c_saves_the_training_state_and_the_run_goes_on_from_there(start: S
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
+@pytest.mark.timeout(300)
 def test_a_second_ctrl_c_waits_for_no_step_and_no_save(start: Start):
     run = start("experiment=fake", "cluster.device=cpu", "number_of_steps=9", "backend.step_s=300", "checkpoint.at_end=state")
     run.until(lambda: "training step 1" in str(run.status().get("doing")), "in its first step")
