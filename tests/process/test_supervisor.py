@@ -226,8 +226,11 @@ def test_under_nohup_a_hang_up_is_none(launch: Launch) -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     launched.wait_until_up()
+    status = Path(f"/proc/{launched.supervisor.pid}/status").read_text()
+    (ignored,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn:"))
+    assert ignored & 1 << (signal.SIGHUP - 1)
     launched.signal(signal.SIGHUP)
-    launched.signal(signal.SIGTERM)  # the first one that it hears
+    launched.signal(signal.SIGTERM)
     assert launched.end()[0] == 143
     assert launched.left_after(0) == []
 
