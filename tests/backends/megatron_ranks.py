@@ -381,9 +381,7 @@ RESUMED = {
     "CP 2, whole moments": Case(2, settings=CP2 | WHOLE_MOMENTS),
     "TP 2, DP 2, of an engine": Case(4, settings=TP2 | ENGINE),
     "1": Case(1),
-    "DP 2, half, of an engine, half of it hosted": Case(
-        2, settings=HALF | ENGINE | HOSTED | {"optimizer_offload_fraction": 0.5}
-    ),
+    "DP 2, half, half of it hosted": Case(2, settings=HALF | HOSTED | {"optimizer_offload_fraction": 0.5}),
     "EP 2, half, hosted, experts": Case(2, "experts", EP2 | HALF | HOSTED),
     "DP 2, half, whole moments, hosted": Case(2, settings=HALF | WHOLE_MOMENTS | HOSTED),
     "DP 2, half, hosted, rounded": Case(2, settings=HALF | HOSTED | ROUNDED),
@@ -391,12 +389,11 @@ RESUMED = {
 }
 """Each goes on from its own checkpoint."""
 AS_WITHOUT = {
-    "DP 2, half, of an engine, half of it hosted": "DP 2, half, again",
+    "DP 2, half, half of it hosted": "DP 2, half, again",
     "EP 2, half, hosted, experts": "EP 2, half, experts",
     "DP 2, half, whole moments, hosted": "DP 2, half, whole moments",
 }
-"""Of these, whose weights and moments are in host memory between updates: the one that is the same without. (An engine's layers
-are those of the other, under other names.)"""
+"""Of these, whose weights and moments are in host memory between updates: the one that is the same without."""
 MOVED = {
     "1 of four": ("TP 2, DP 2", Case(1)),
     "an engine of four": ("TP 2, DP 2", Case(2, settings=TP2 | ENGINE)),
