@@ -38,6 +38,8 @@ WARM_UP_STEPS = 1
 """Left out of the times where more than three times as many follow: kernels are loaded and buffers grow."""
 FORMAT_METRICS = ("valid_format", "format", "well_formed", "parsed")
 """Names under which environments tell the share of answers that could be parsed."""
+LONGEST_COMMAND = 128 << 10
+"""Characters of a command line that is read."""
 TEXT_CHARACTERS = 4_000
 """Kept of a prompt and of an answer, at its end."""
 
@@ -307,8 +309,10 @@ def read_run_settings(run: RunDirectory, damaged: list[DamagedFile]) -> RunSetti
 
 
 def read_arguments(run: RunDirectory, seen: RunLook, damaged: list[DamagedFile]) -> tuple[str, ...] | None:
-    """Of cmdline.txt, without `run_dir`, which no other run can have."""
+    """Of cmdline.txt, without `run_dir`, which no other run can have; None, too, of one that is too long to be typed."""
     text = read_or_note(lambda: read_bytes(run.cmdline).decode("utf-8", "replace"), damaged, "")
+    if len(text) > LONGEST_COMMAND:  # to take 16 MB apart would take half a minute
+        return None
     try:
         words = shlex.split(text)
     except ValueError:
