@@ -16,8 +16,15 @@ from telescope.runlog.opening import is_run, look
 
 
 def list_next_lines(config: RunConfig, code: int) -> list[str]:
-    """For the end of a run with this exit code. None where the run's directory is gone, and where its last words are that its
-    last checkpoint is lost."""
+    """For the end of a run with this exit code. None where the run's directory is gone or can't be read, and where its last
+    words are that its last checkpoint is lost."""
+    try:
+        return _list_next_lines(config, code)
+    except OSError:  # the run has ended as it has
+        return []
+
+
+def _list_next_lines(config: RunConfig, code: int) -> list[str]:
     run = RunDirectory(Path(str(config.run_dir)))
     if not config.trains or not is_run(run.path):
         return []
@@ -57,14 +64,15 @@ def _say_that_nothing_is_saved(config: RunConfig) -> str:
 
 def find_way_on(config: RunConfig) -> int:
     """The step of the latest checkpoint from which the run can go on; 0 where there is none, nothing is left to train or
-    evaluate behind it, or the directory itself is gone, which checkpoints elsewhere outlive and a save may have made anew."""
+    evaluate behind it, the disk does not say, or the directory itself is gone, which checkpoints elsewhere outlive and a save
+    may have made anew."""
     run = RunDirectory(Path(str(config.run_dir)))
-    if not config.trains or not run.config_json.exists() or not is_run(run.path):
-        return 0
-    whole = checkpoints.steps_with_state(checkpoints.root(run, config.checkpoint.dir))
-    if not whole or whole[-1] < config.number_of_steps <= _list_steps(config, run)[-1]:  # the last weights are saved
-        return 0
     try:
+        if not config.trains or not run.config_json.exists() or not is_run(run.path):
+            return 0
+        whole = checkpoints.steps_with_state(checkpoints.root(run, config.checkpoint.dir))
+        if not whole or whole[-1] < config.number_of_steps <= _list_steps(config, run)[-1]:  # the last weights are saved
+            return 0
         return 0 if has_played_all(run, config, whole[-1]) else whole[-1]
-    except CannotResume:  # who resumes it is told why
+    except (CannotResume, OSError):  # who resumes it is told why
         return 0

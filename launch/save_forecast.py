@@ -26,8 +26,8 @@ def describe_end_save(config: RunConfig, run: RunDirectory) -> list[str]:
     if not saves.any or nbytes is None:
         return []
     directory = checkpoints.root(run, config.checkpoint.dir)
-    there = next(place for place in (directory, *directory.parents) if place.is_dir())
     try:
+        there = next(place for place in (directory, *directory.parents) if place.is_dir())
         free = shutil.disk_usage(there).free
     except OSError:  # whoever writes there says why it can't
         return []
@@ -60,6 +60,7 @@ def _warn(config: RunConfig, nbytes: SaveBytes, speed: float | None, directory: 
         return [f"{room}: {weights_alone}. Free some, or {elsewhere}"]
     if speed and stopped / speed > limit_s:
         settings = "checkpoint.stop_timeout_s" + (" and cluster.slurm.stop_before_s" if config.cluster.slurm else "")
-        then = weights_alone if saves.gives_way else "it is not saved by then"
+        fits = saves.gives_way and nbytes.weights / speed <= limit_s
+        then = weights_alone if fits else "nothing may be saved by then"
         return [f"Warning: a stop has {limit_s:g} s for its step and its save: {then}. Raise {settings}"]
     return []

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 from telescope.config.foreign_names import ForeignName, System, of_system
 
 PAGES: dict[str, tuple[System, ...]] = {
-    "migration.md": ("older",),
+    "migration_older.md": ("older",),
     "migration_trl.md": ("trl",),
     "migration_verl.md": ("verl",),
 }

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from telescope.algorithms.base import Algorithm
     from telescope.config.models import ModelCounts
     from telescope.config.sections import ModelSettings, TrainerSettings
-    from telescope.maths.memory import ModelShape, Optimizer, TrainerMemory
+    from telescope.maths.memory import ModelShape, TrainerMemory
 
 
 @dataclass(frozen=True)
@@ -238,9 +238,8 @@ class BackendSettings(Settings):
         model."""
         return 1
 
-    @property
-    def saved_optimizer(self) -> Optimizer | None:
-        """Whose moments a save of the training state has; None: not known."""
+    def saved_moment_bytes(self, shape: ModelShape, model: ModelSettings) -> int | None:
+        """Bytes of the moments in a save of the training state, all ranks together; None: not known."""
         return None
 
     def rank_memory(

@@ -5,6 +5,7 @@ Owns the few names whose value changes, or depends on another's. All others keep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ class Given:
         """This value, or another's, where it is a number. Raises `NotCarried`."""
         name = name or self.name
         found = self.others.get(name)
-        if isinstance(found, bool) or not isinstance(found, int | float):
+        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
             raise NotCarried(f"{name} must be a number")
         return found
 
@@ -51,6 +52,10 @@ class Given:
         if found != int(found) or found < 1:
             raise NotCarried(f"{name or self.name} must be a whole number from 1 on")
         return int(found)
+
+    def whole_or(self, name: str, default: int) -> int:
+        """Another value likewise, where it is given."""
+        return default if self.others.get(name) is None else self.whole(name)
 
     def switch(self) -> bool:
         """This value where it is true or false. Raises `NotCarried`."""
@@ -169,15 +174,15 @@ def _per_device(given: Given) -> Mapping[str, Any]:
 
 
 def _generation_batch(given: Given) -> Mapping[str, Any]:
-    answers, group = given.whole(), int(given.other("num_generations", 8))
+    answers, group = given.whole(), given.whole_or("num_generations", 8)
     if answers % group:
         raise NotCarried("it is not a multiple of num_generations, the answers of a prompt")
     return {"orchestrator.prompts_batch_size_for_trainer": answers // group}
 
 
 def _minibatches_of_steps(given: Given) -> Mapping[str, Any]:
-    steps, accumulated = given.whole(), int(given.other("gradient_accumulation_steps", 1))
-    if accumulated < 1 or steps % accumulated:
+    steps, accumulated = given.whole(), given.whole_or("gradient_accumulation_steps", 1)
+    if steps % accumulated:
         raise NotCarried("it is not a multiple of gradient_accumulation_steps")
     return {"trainer.number_of_minibatches": steps // accumulated}
 
@@ -244,7 +249,7 @@ def _warmup_share(steps: str, share_of: str) -> Convert:
         share = given.number()
         if share <= 0:
             raise NotCarried(NOT_USED)
-        if (given.other(steps) or 0) > 0:
+        if given.other(steps) is not None and given.number(steps) > 0:
             raise NotCarried(f"{steps} says it in steps")
         return {"trainer.warmup_steps": round(share * given.whole(share_of))}
 

@@ -204,7 +204,8 @@ def _refusal(points: Sequence[Point]) -> str:
 def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None = None) -> int:
     """One run a point, one after another, or all in Slurm's queue; every plan that this host can make is made first.
 
-    Returns the first exit code that is not 0. An interrupt ends the sweep, which is told how each point ended.
+    Returns the first exit code that is not 0, or that of the run with which an interrupt ended the sweep. The sweep is told how
+    each point ended.
     """
     try:
         orders = _orders(points, arguments, sweep)
@@ -223,7 +224,7 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
             if kept_by_sweep:
                 sweep.keep_best(result)
         if code in BY_SIGNAL or _interrupted(order):
-            break
+            return code
     return failed
 
 

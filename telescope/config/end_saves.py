@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from telescope.config.model_shapes import ShapeUnknown, shape_of
-from telescope.maths.memory import BYTES, AdapterShape, adapter_moment_bytes, moment_bytes
+from telescope.maths.memory import BYTES, AdapterShape
 
 if TYPE_CHECKING:
     from telescope.config.run import RunConfig
@@ -72,17 +72,15 @@ def format_bytes(nbytes: float) -> str:
 
 def count_save_bytes(config: RunConfig) -> SaveBytes | None:
     """None where the model's shape, or what the backend keeps of it, is not known here."""
-    optimizer, model = config.backend.saved_optimizer, config.model
-    if optimizer is None:
-        return None
+    model = config.model
     try:
         shape = shape_of(model.name)
     except ShapeUnknown:
         return None
-    if model.lora is not None:
-        trained = AdapterShape(rank=model.lora.rank, modules=model.lora.target_modules).parameters(shape)
-        weights = 4 * trained
-        return SaveBytes(weights, weights + adapter_moment_bytes(trained, optimizer))
-    each = BYTES[model.dtype]
-    weights = shape.parameters * each
-    return SaveBytes(weights, weights + moment_bytes(shape, optimizer, each))
+    if (moments := config.backend.saved_moment_bytes(shape, model)) is None:
+        return None
+    if model.lora is None:
+        weights = shape.parameters * BYTES[model.dtype]
+    else:
+        weights = 4 * AdapterShape(rank=model.lora.rank, modules=model.lora.target_modules).parameters(shape)
+    return SaveBytes(weights, weights + moments)

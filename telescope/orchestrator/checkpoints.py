@@ -54,6 +54,8 @@ class SaveRules:
     at_end: EndSaves = NOTHING
     needs: SaveNeeds | None = None
     """None: not known."""
+    every: int = 0
+    """Steps between those that are made while the run goes on; 0: none are."""
     keep_last: int | None = None
     keep_every: int | None = None
 
@@ -99,6 +101,8 @@ class CheckpointCoordinator:
         self._save: _Save | None = None
         self._events: list[events.AnyEvent] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.can_go_on = False
+        """Whether the latest save has all that a run goes on from."""
 
     @property
     def doing(self) -> str:
@@ -130,7 +134,7 @@ class CheckpointCoordinator:
         """What is saved now. Raises OSError where it is known not to fit on the disk."""
         leaving = self._find_leaving()
         wanted: SaveContent = "nothing" if leaving is None else rules.at_end.done if leaving.ok else rules.at_end.stopped
-        if wanted == "nothing":  # it is due by the steps
+        if wanted == "nothing" or (rules.every and step % rules.every == 0):  # it is due by the steps
             return "state" if rules.training_state else "weights"
         if not rules.at_end.gives_way or rules.needs is None:
             return wanted
@@ -260,7 +264,7 @@ class CheckpointCoordinator:
             checkpoints.discard(save.folder)
             self._give_up(save, f"it could not be completed: {error}")
             return
-        self._save = None
+        self._save, self.can_go_on = None, save.training_state
         seconds = time.monotonic() - save.began
         log.info("checkpoint of step %d: %.1f MB in %.2f s", save.step, save.nbytes / 1e6, seconds)
         self._recorder.add_to_next_step({"checkpoint/seconds": seconds, "checkpoint/bytes": float(save.nbytes)})

@@ -184,7 +184,8 @@ class Orchestrator:
             remedy = self.checkpoints.describe_remedy(lost, str(self._config.run_dir))
             return RunOutcome(False, f"{stop.reason}. {remedy}", self._exit_code or ERROR, lost)
         code = 0 if stop.ok else self._exit_code or COMPONENT_FAILED
-        return RunOutcome(stop.ok, stop.reason, STOPPED if stop.checkpoint and code > 128 else code)
+        goes_on = bool(stop.checkpoint) and self.checkpoints.can_go_on
+        return RunOutcome(stop.ok, stop.reason, STOPPED if goes_on and code > 128 else code)
 
     @property
     def now(self) -> float:

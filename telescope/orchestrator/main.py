@@ -357,6 +357,7 @@ def _make_save_rules(context: ProcessContext) -> SaveRules | None:
         training_state=settings.save_training_state,
         at_end=config.end_saves,
         needs=_find_save_needs(config, directory),
+        every=settings.every,
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
     )

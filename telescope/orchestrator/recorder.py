@@ -129,7 +129,7 @@ class Recorder:
     def make_counters(self) -> SummaryCounters:
         """What a checkpoint keeps of the summary."""
         self.catch_up()
-        lost = self._count_lost_rows()
+        lost = self._count_lost_rows(waiting=False)
         return SummaryCounters(
             tokens=dict(self.tokens),
             seconds=self._count_seconds(),
@@ -429,9 +429,10 @@ class Recorder:
         if lost.unlogged and not (known and known.unlogged):
             self.alert("error", "run log", f"{lost.unlogged} rows of {process} are lost so far, and more may be: see its log")
 
-    def _count_lost_rows(self) -> RowsLost:
-        """Of all processes, and of the attempts before."""
-        own = RowsLost(self._log.counters.unlogged + self._log.counters.waiting, self._log.counters.dropped)
+    def _count_lost_rows(self, *, waiting: bool = True) -> RowsLost:
+        """Of all processes, and of the attempts before. `waiting`: with those that the disk has yet to take."""
+        counters = self._log.counters
+        own = RowsLost(counters.unlogged + (counters.waiting if waiting else 0), counters.dropped)
         known = (self._lost_before, own, *self._rows_lost_elsewhere.values())
         return RowsLost(unlogged=sum(one.unlogged for one in known), dropped=sum(one.dropped for one in known))
 

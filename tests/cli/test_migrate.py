@@ -414,6 +414,15 @@ environments:
             "save_steps": "a share of the steps is not known here",
         },
     ),
+    "trl, others beside it that are no numbers": (
+        "max_steps: .inf\ngeneration_batch_size: 8\nnum_generations: 0\nsteps_per_generation: 4\n"
+        "gradient_accumulation_steps: auto\nwarmup_ratio: 0.1\nlr_warmup_steps: few\n",
+        {
+            "max_steps": "max_steps must be a number",
+            "generation_batch_size": "num_generations must be a whole number from 1 on",
+            "steps_per_generation": "gradient_accumulation_steps must be a number",
+        },
+    ),
     "verl": (
         "actor_rollout_ref:\n  rollout:\n    n: ???\n    top_k: few\n  actor: {loss_agg_mode: [token-mean], use_kl_loss: 1}\n",
         {

@@ -7,6 +7,10 @@ import pytest
 from telescope.config.end_saves import NOTHING, EndSaves, SaveBytes, count_save_bytes, format_bytes
 from tests.config.conftest import compose_one, sentences
 
+COARSE = (
+    "backend.use_precision_aware_optimizer=true", "backend.exp_avg_dtype=bfloat16", "backend.exp_avg_sq_dtype=bfloat16",
+    "trainer.betas=[0.9, 0.95]",
+)  # fmt: skip
 AUTO = EndSaves("weights", "state", gives_way=True)
 
 
@@ -54,6 +58,8 @@ def test_what_a_stop_waits_for():
         (("model=qwen3-4b",), SaveBytes(4 * 4_022_468_096, 12 * 4_022_468_096)),
         (("model=qwen3-4b", "backend.optimizer=sgd"), SaveBytes(4 * 4_022_468_096, 4 * 4_022_468_096)),
         (("model=qwen3-4b", "model.lora={rank: 16}"), SaveBytes(4 * 33_030_144, 12 * 33_030_144)),
+        (("model=qwen3-4b", "backend=megatron"), SaveBytes(4 * 4_022_468_096, 12 * 4_022_468_096)),
+        (("model=qwen3-4b", "backend=megatron", *COARSE), SaveBytes(4 * 4_022_468_096, 8 * 4_022_468_096)),
         (("model=any", "model.name=owner/unknown"), None),
         (("experiment=fake",), None),
     ],

@@ -46,7 +46,7 @@ def test_a_table_that_is_old_is_noticed_and_written_anew(script: ModuleType, tmp
     monkeypatch.setattr("sys.argv", ["migration_tables.py"])
     assert script.main() == 0
     assert list(script.stale()) == []
-    text = (tmp_path / "docs" / "migration.md").read_text()
+    text = (tmp_path / "docs" / "migration_older.md").read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "| `group_size`, `temperature`, `top_p`, `max_tokens` | `rollout.<the same name>` |" in text

@@ -311,6 +311,8 @@ EB = 10**18
         (DONE, {}, True),  # nothing is asked for at the end: it is due by the steps
         (DONE, {"training_state": False}, False),
         (None, {"training_state": False, "at_end": EndSaves("weights", "weights")}, False),
+        (STOPPED, {"at_end": EndSaves("weights", "weights"), "every": 1}, True),  # due by the steps all the same
+        (DONE, {"at_end": EndSaves("weights", "weights"), "every": 2}, False),
         (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(1, 3 * EB), None)}, False),
         (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(100, 300), None), "left_s": 0.0}, True),
         (STOPPED, {"at_end": AUTO, "needs": SaveNeeds(SaveBytes(100, 300), 10.0), "left_s": 31.0}, True),
@@ -335,7 +337,7 @@ def save_by(folder: Path, part: saved_state.OrchestratorState, leaving: Any, rul
     for rank in RANKS:
         say(coordinator, rank, CheckpointWritten(1, 500, 0.5))
     assert end_of(coordinator) == [events.CheckpointDone(1)]
-    assert orders == {checkpoints.read(checkpoints.find(folder)).training_state}
+    assert orders == {checkpoints.read(checkpoints.find(folder)).training_state} == {coordinator.can_go_on}
     return listener
 
 

@@ -54,7 +54,7 @@ def test_after_the_last_step_the_weights_are_there_and_the_last_lines_work(start
 
 @pytest.mark.timeout(300)
 def test_ctrl_c_saves_the_training_state_and_the_run_goes_on_from_there(start: Start):
-    run = start(*REAL_TRAINER, "number_of_steps=1000", AUTO)
+    run = start(*REAL_TRAINER, "cluster.trainer_num_workers=2", "number_of_steps=1000", AUTO)
     run.until_step(2)
     os.kill(run.process.pid, signal.SIGINT)
     assert run.wait(LIMIT_S) == 75, run.said()

@@ -13,12 +13,12 @@ from pydantic import Field, model_validator
 from telescope.backends.base import Backend, BackendSettings, Job
 from telescope.backends.common import attention_choice
 from telescope.config.models import write_divisors
-from telescope.maths.memory import layers_again
+from telescope.maths.memory import BYTES, AdapterShape, adapter_moment_bytes, layers_again, moment_bytes
 
 if TYPE_CHECKING:
     from telescope.config.models import ModelCounts
     from telescope.config.sections import ModelSettings, TrainerSettings
-    from telescope.maths.memory import ModelShape, Optimizer, TrainerMemory
+    from telescope.maths.memory import ModelShape, TrainerMemory
 
 
 class FSDP(BackendSettings):
@@ -82,9 +82,11 @@ class FSDP(BackendSettings):
     def ranks_a_row(self) -> int:
         return self.context_parallel_size
 
-    @property
-    def saved_optimizer(self) -> Optimizer:
-        return self.optimizer
+    def saved_moment_bytes(self, shape: ModelShape, model: ModelSettings) -> int:
+        if model.lora is not None:
+            trained = AdapterShape(rank=model.lora.rank, modules=model.lora.target_modules).parameters(shape)
+            return adapter_moment_bytes(trained, self.optimizer)
+        return moment_bytes(shape, self.optimizer, BYTES[model.dtype])
 
     def rank_memory(
         self, shape: ModelShape, model: ModelSettings, trainer: TrainerSettings, *,

@@ -17,11 +17,12 @@ from pydantic import Field
 from telescope.backends.base import Backend, BackendSettings, Job
 from telescope.backends.common import attention_choice
 from telescope.config.models import write_divisors
+from telescope.maths.memory import BYTES
 
 if TYPE_CHECKING:
     from telescope.config.models import ModelCounts
     from telescope.config.sections import ModelSettings, TrainerSettings
-    from telescope.maths.memory import ModelShape, Optimizer, TrainerMemory
+    from telescope.maths.memory import ModelShape, TrainerMemory
 
 NO_GPU = "backend=megatron trains on GPUs alone, and there is none for the trainer's ranks: set backend=fsdp"
 NOT_INSTALLED = (
@@ -148,9 +149,8 @@ class Megatron(BackendSettings):
             return ranks > self.ranks_a_model
         return self.use_distributed_optimizer
 
-    @property
-    def saved_optimizer(self) -> Optimizer:
-        return "adamw"
+    def saved_moment_bytes(self, shape: ModelShape, model: ModelSettings) -> int:
+        return shape.parameters * sum(BYTES[dtype] for dtype in self.moment_dtypes(model.dtype).values())
 
     @property
     def hosted_share(self) -> float:
