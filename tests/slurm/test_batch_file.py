@@ -478,11 +478,11 @@ def test_a_sweep_in_slurm_gets_its_table_from_its_list(tmp_path: Path, capsys: p
     assert done.returncode == 0, done.stderr
     ended = RunDirectory(tmp_path / "s" / "000_seed-0")
     ended.exit_json.write_text('{"exit_code": 0}')
-    ended.summary_json.write_text('{"reward_policy_last": 0.75, "exit_reason": "done"}')
+    ended.summary_json.write_text('{"reward_policy_last": 0.75, "policy_last": {"rollouts": 8}, "exit_reason": "done"}')
     assert runs.main(["list", str(tmp_path / "s")]) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert [line.split()[:3] for line in table[1:3]] == [["0", "0", "0.75"], ["1", "-", "-"]]
-    assert [line.split()[3:] for line in table[1:3]] == [["seed=0"], ["seed=1"]]
+    assert [line.split()[3:] for line in table[1:3]] == [["8", "seed=0"], ["-", "seed=1"]]
 
 
 def interrupting(folder: Path, then: str) -> str:
