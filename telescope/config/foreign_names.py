@@ -112,7 +112,7 @@ megatron_use_precision_aware_optimizer | backend.use_precision_aware_optimizer
 megatron_exp_avg_dtype | backend.exp_avg_dtype
 megatron_exp_avg_sq_dtype | backend.exp_avg_sq_dtype
 megatron_main_params_dtype | - | Weights are updated in model.dtype
-megatron_main_grads_dtype | - | backend.grad_reduce_in_fp32 says in which precision gradients are summed
+megatron_main_grads_dtype | - | Gradients are summed as backend.grad_reduce_in_fp32 says
 megatron_global_batch_size megatron_disable_unified_memory_jit
     megatron_overlap_cpu_optimizer_d2h_h2d | - | The Megatron backend does not have it
 checkpoint_every | checkpoint.every

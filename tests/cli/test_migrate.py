@@ -416,11 +416,15 @@ environments:
     ),
     "trl, others beside it that are no numbers": (
         "max_steps: .inf\ngeneration_batch_size: 8\nnum_generations: 0\nsteps_per_generation: 4\n"
-        "gradient_accumulation_steps: auto\nwarmup_ratio: 0.1\nlr_warmup_steps: few\n",
+        "gradient_accumulation_steps: auto\nwarmup_ratio: 0.1\nwarmup_steps: few\n",
         {
             "max_steps": "max_steps must be a number",
             "generation_batch_size": "num_generations must be a whole number from 1 on",
+            "num_generations": "must be at least 1",
             "steps_per_generation": "gradient_accumulation_steps must be a number",
+            "gradient_accumulation_steps": "Nothing is to be set",
+            "warmup_ratio": "warmup_steps must be a number",
+            "warmup_steps": "must be",
         },
     ),
     "verl": (
