@@ -48,13 +48,14 @@ def own_task(folder: Path) -> tuple[str, ...]:
 
 
 def test_a_run_whose_weights_do_not_move_and_whose_answers_are_cut_off(start: Start, capsys: pytest.CaptureFixture[str]):
-    run = start("experiment=fake", "number_of_steps=12", "trainer.learning_rate=0", "rollout.max_tokens=5")
+    begun = ("experiment=fake", "number_of_steps=12", "rollout.max_tokens=5", "checkpoint.at_end=none")
+    run = start(*begun, "trainer.learning_rate=0")
     assert run.wait() == 0
     assert f"python -m telescope show {run.directory.path}" in run.said().splitlines()[-1]
     told = show(run, capsys)
     assert (told["state"], told["step"]) == ("done", 12)
     advice = {one["rule"]: one for one in told["advice"]}
-    assert advice["learning rate of 0"]["command"] == "telescope run experiment=fake number_of_steps=12 rollout.max_tokens=5"
+    assert advice["learning rate of 0"]["command"] == " ".join(("telescope run", *begun))
     assert "rollout.max_tokens=10" in advice["cut off"]["command"]
     summary = run.summary()
     reward = next(one for one in told["curves"] if one["name"] == "reward/policy")
