@@ -213,7 +213,7 @@ def test_what_the_best_checkpoint_and_an_early_end_go_by():
         (
             ["eval.every=2", "checkpoint.keep_best=countdown:max"],
             "checkpoint.keep_best=countdown:max does nothing without checkpoint.every: set checkpoint.every=10, say, or leave "
-            "out",
+            "it out",
         ),
         (["eval.stop_after=2"], "eval.stop_after=2 does nothing without an eval: set eval.every, or leave it out"),
         (

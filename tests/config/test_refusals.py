@@ -45,8 +45,8 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
         ),
         (
             "environments.countdown.kwargs.nope=1",
-            "environments.countdown.kwargs.nope=1: there is no such setting. There are answer_tag, examples, instruction, "
-            "max_number, max_target, min_number, min_target, num_eval, num_numbers, num_train, operators, seed, "
+            "environments.countdown.kwargs.nope=1: there is no such setting. There are answer_tag, examples, format_bonus, "
+            "instruction, max_number, max_target, min_number, min_target, num_eval, num_numbers, num_train, operators, seed, "
             "wrong_value_reward.",
         ),
         ("env=[]", f"env=[] chooses nothing: choose one at least of {OPTIONS}"),
