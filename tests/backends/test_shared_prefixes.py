@@ -174,13 +174,13 @@ def test_a_gradient_that_misses_a_copy_would_be_seen(build, model: str, monkeypa
 
 
 def test_a_kernel_that_puts_the_queries_elsewhere_is_refused_at_the_start(build, model: str, monkeypatch: pytest.MonkeyPatch):
-    plain = shared_prefixes._Stack.seen
+    plain = shared_prefixes._SharedStack.seen
 
     def from_the_top(self, window):
         self._repeated = torch.zeros_like(self._repeated)
         return plain(self, window)
 
-    monkeypatch.setattr(shared_prefixes._Stack, "seen", from_the_top)
+    monkeypatch.setattr(shared_prefixes._SharedStack, "seen", from_the_top)
     with pytest.raises(UnfitModel, match=r"backend.share_prefixes=true\): set it to false"):
         build(make_job(model=model), share_prefixes=True)
 

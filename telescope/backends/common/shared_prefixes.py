@@ -20,7 +20,7 @@ SMALLEST = 32
 """Samples are stacked with others of at most twice their lengths; below this many tokens all lengths are alike."""
 
 
-class _Take(torch.autograd.Function):
+class _TakeRepeatedly(torch.autograd.Function):
     """[U, ...] -> [M, ...]. A row that is taken several times gets the sum of its gradients, which is the same each time:
     `index_put_` sorts its indices on a GPU, and adds one after another on a CPU."""
 
@@ -39,7 +39,7 @@ class _Take(torch.autograd.Function):
 
 def take(tensor: Tensor, index: Tensor) -> Tensor:
     """Rows of a tensor [U, ...] by index [M], some of them several times: [M, ...]."""
-    taken: Tensor = _Take.apply(tensor, index)  # type: ignore[no-untyped-call]
+    taken: Tensor = _TakeRepeatedly.apply(tensor, index)  # type: ignore[no-untyped-call]
     return taken
 
 
@@ -64,7 +64,7 @@ class SharedKeys:
         self.longest_asking = int((self._lengths - self._repeated).max())
         self.longest = int(self._lengths.max())
         self._places = self._sent(np.concatenate(self._keys))
-        self._stacks: list[_Stack] | None = None
+        self._stacks: list[_SharedStack] | None = None
         self._block_masks: dict[int | None, Any] = {}
 
     def _sent(self, array: np.ndarray) -> Tensor:
@@ -103,7 +103,7 @@ class SharedKeys:
             real = np.arange(queries.shape[1]) < asking[these][:, None]
             order.append(queries[real])
             facts = queries, keys, real, self._repeated[these], self._lengths[these]
-            yield _Stack(*map(self._sent, facts))
+            yield _SharedStack(*map(self._sent, facts))
         inverse = np.empty(int(asking.sum()), np.int64)
         inverse[np.concatenate(order)] = np.arange(len(inverse))
         self._inverse = self._sent(inverse)
@@ -134,7 +134,7 @@ class SharedKeys:
         return create_block_mask(inside, None, None, len(asker), len(owner), device=self._device)
 
 
-class _Stack:
+class _SharedStack:
     """B samples of like lengths as a batch."""
 
     def __init__(self, queries: Tensor, keys: Tensor, real: Tensor, repeated: Tensor, lengths: Tensor) -> None:

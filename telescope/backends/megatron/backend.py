@@ -83,7 +83,7 @@ class MegatronBackend(SteppingBackend):
             refuse_fp8(settings.fp8_recipe)
         known = architecture.read(settings, job)
         facts, laps = known.facts, settings.virtual_pipeline_size
-        held = self._parallel = self._meet(settings, facts)
+        held = self._parallel = self._join_ranks(settings, facts)
         layout = cut_layers(facts.layers, held.stages, laps, head=known.head_layers, tied=facts.tied)
         modules = engine_modules() if engine else own_modules(settings.compile)
         self._table = TensorMap(
@@ -119,7 +119,7 @@ class MegatronBackend(SteppingBackend):
         self._pipeline = pipeline.Pipeline(held, laps, computing, self._device) if held.stages > 1 else None
         log.info("%s", self._describe(settings, known, layout, kind, computing, engine=engine))
 
-    def _meet(self, settings: Megatron, facts: ModelDimensions) -> Parallel:
+    def _join_ranks(self, settings: Megatron, facts: ModelDimensions) -> Parallel:
         """The groups of ranks. A collective."""
         laps = settings.virtual_pipeline_size
         found = parallel.make_parallel(
