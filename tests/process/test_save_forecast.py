@@ -63,7 +63,7 @@ def test_a_stop_without_the_time_is_told_with_the_remedy(monkeypatch: pytest.Mon
         "can go on. Raise checkpoint.stop_timeout_s"
     )
     _, warning = told(monkeypatch, tmp_path, *BIG, "checkpoint.every=10")
-    assert warning.endswith("for its step and its save: it is not saved by then. Raise checkpoint.stop_timeout_s")
+    assert warning.endswith("for its step and its save: nothing may be saved by then. Raise checkpoint.stop_timeout_s")
     _, warning = told(monkeypatch, tmp_path, *BIG, "cluster=slurm")
     assert warning.endswith("Raise checkpoint.stop_timeout_s and cluster.slurm.stop_before_s")
 
