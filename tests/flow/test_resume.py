@@ -179,7 +179,7 @@ def test_a_core_that_goes_on_has_all_that_the_snapshot_has():
 @pytest.mark.timeout(600)
 def test_many_larger_runs_killed_at_random_instants():
     """Of all sizes of batches."""
-    resumed = [world for _, attempts, _ in many(10_000, 120) for world in attempts if world.resumed is not None]
+    resumed = [world for _, attempts, _ in many(10_000, 200) for world in attempts if world.resumed is not None]
     assert min(what_was_resumed(resumed).values()) > 2
 
 
