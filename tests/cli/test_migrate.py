@@ -414,7 +414,7 @@ environments:
             "save_steps": "a share of the steps is not known here",
         },
     ),
-    "trl, others beside it that are no numbers": (
+    "trl, others beside it that are not numbers": (
         "max_steps: .inf\ngeneration_batch_size: 8\nnum_generations: 0\nsteps_per_generation: 4\n"
         "gradient_accumulation_steps: auto\nwarmup_ratio: 0.1\nwarmup_steps: few\n",
         {

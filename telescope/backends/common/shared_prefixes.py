@@ -64,7 +64,7 @@ class SharedKeys:
         self.longest_asking = int((self._lengths - self._repeated).max())
         self.longest = int(self._lengths.max())
         self._places = self._sent(np.concatenate(self._keys))
-        self._stacks: list[_SharedStack] | None = None
+        self._stacks: tuple[list[_SharedStack], Tensor] | None = None
         self._block_masks: dict[int | None, Any] = {}
 
     def _sent(self, array: np.ndarray) -> Tensor:
@@ -77,9 +77,10 @@ class SharedKeys:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
         """query [U, Hq, D], key and value [U, Hkv, D] -> [U, Hq, D], by PyTorch's own product over stacks of samples."""
         if self._stacks is None:
-            self._stacks = list(self._make_stacks())
+            self._stacks = self._make_stacks()
+        stacks, inverse = self._stacks
         gqa, found = query.shape[1] != key.shape[1], []
-        for stack in self._stacks:
+        for stack in stacks:
             q, k, v = (
                 take(tensor, places.flatten()).view(*places.shape, *tensor.shape[1:]).transpose(1, 2)
                 for tensor, places in ((query, stack.queries), (key, stack.keys), (value, stack.keys))
@@ -87,12 +88,13 @@ class SharedKeys:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=stack.seen(window), scale=scale, enable_gqa=gqa)
             found.append(out.transpose(1, 2)[stack.real])  # [tokens that ask, Hq, D]
         together = torch.cat(found) if len(found) > 1 else found[0]
-        return together.index_select(0, self._inverse)
+        return together.index_select(0, inverse)
 
-    def _make_stacks(self) -> Any:
+    def _make_stacks(self) -> tuple[list[_SharedStack], Tensor]:
+        """(The stacks, of each of the U tokens its place [U] among those of all stacks.)"""
         asking = self._lengths - self._repeated
         sizes = [np.ceil(np.log2(np.maximum(lengths, SMALLEST))).astype(np.int64) for lengths in (asking, self._lengths)]
-        order = []
+        stacks, order = [], []
         for shape in sorted(set(zip(*(size.tolist() for size in sizes), strict=True))):
             these = np.flatnonzero((sizes[0] == shape[0]) & (sizes[1] == shape[1]))
             queries = np.zeros((len(these), asking[these].max()), np.int64)
@@ -103,10 +105,10 @@ class SharedKeys:
             real = np.arange(queries.shape[1]) < asking[these][:, None]
             order.append(queries[real])
             facts = queries, keys, real, self._repeated[these], self._lengths[these]
-            yield _SharedStack(*map(self._sent, facts))
+            stacks.append(_SharedStack(*map(self._sent, facts)))
         inverse = np.empty(int(asking.sum()), np.int64)
         inverse[np.concatenate(order)] = np.arange(len(inverse))
-        self._inverse = self._sent(inverse)
+        return stacks, self._sent(inverse)
 
     def block_mask(self, window: int | None) -> Any:
         """For FlexAttention, of U queries and T listed keys; made when a layer asks for it first. `window`: tokens that a token
