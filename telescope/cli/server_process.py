@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import time
@@ -20,7 +21,7 @@ from types import TracebackType
 import msgspec
 
 from telescope._launch import shim
-from telescope._launch.causes import describe_end, read_own_sentence, read_tail
+from telescope._launch.causes import describe_end, read_own_sentence, read_tail, read_tail_text
 from telescope._launch.child_processes import ChildProcesses, LocalProcess
 from telescope._launch.process_plan import PlanError, ProcessPlan, make_plan
 from telescope._launch.process_plan import read_plan as read_launch_plan
@@ -31,6 +32,7 @@ from telescope.cli.targets import TargetRefused
 from telescope.config.models import hub_problem
 from telescope.config.run import RunConfig, config_hash, dump_run
 from telescope.inference.alone import AloneServer, write_alone
+from telescope.inference.vllm.outputs import OWN_WORDS
 from telescope.runlog import temporary
 from telescope.runlog.files import DamagedFile
 from telescope.runlog.identity import new_identity, write_identity
@@ -44,6 +46,8 @@ LEAVE_S = 12.0
 """From the order to leave to the kill: the engine's close has 8 s."""
 NOTICE_S = 2.0
 """For the word of its end, once its connections have broken."""
+MOST_ERRORS = 3
+_ERROR = re.compile(r"\b\w*(?:Error|Exception): \S")
 KILL_S = shim.KILL_WAIT_S + 1.0
 
 
@@ -81,6 +85,12 @@ def list_gpus_of(run: RunDirectory, host: str) -> frozenset[str]:
         plan = read_launch_plan(run.plan_json)
         return frozenset(gpu for process in plan.processes if process.host == host for gpu in process.gpus)
     return frozenset()
+
+
+def _list_errors(log: str) -> list[str]:
+    """The first lines that name an error, of which later ones follow; else the last lines."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    return [line for line in lines if _ERROR.search(line)][:MOST_ERRORS] or lines[-MOST_ERRORS:]
 
 
 class ServerProcess:
@@ -165,9 +175,11 @@ class ServerProcess:
     def _refuse_ended(self) -> None:
         if not self._process.ended:
             return
-        why = read_own_sentence(self._run, self._plan.name)
+        why, log = read_own_sentence(self._run, self._plan.name), self._run.log(self._plan.name)
+        if OWN_WORDS in why:  # the log goes with the folder
+            why = "\n".join([why.replace(OWN_WORDS, ". Its own words:"), *_list_errors(read_tail_text(log))])
         if not why and self._process.end is not None:
-            tail = read_tail(self._run.log(self._plan.name))
+            tail = read_tail(log)
             why = "\n".join([f"the server {describe_end(self._process.end)}" + (". Its last words:" if tail else ""), *tail])
         raise ServerProcessEnded(why.removeprefix(f"{self._plan.name}: "))
 

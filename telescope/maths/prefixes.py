@@ -76,6 +76,10 @@ def places(boundaries: np.ndarray, repeated: Sequence[int]) -> np.ndarray:
         count = repeated[sample] if sample < len(repeated) else 0
         if count:
             before = int(boundaries[sample - 1])
+            if count > min(start - before, end - start):
+                raise ValueError(
+                    f"sample {sample} of {end - start} tokens repeats {count} of {start - before}: no such beginning"
+                )
             found[start : start + count] = found[before : before + count]
         found[start + count : end] = np.arange(new, new + end - start - count)
         new += end - start - count

@@ -1,7 +1,8 @@
 """What `telescope.inference.alone` is to whoever starts it, without an engine: it answers each prompt of token ids with its
 last three, in two pieces, and has a child as an engine has.
 
-The environment variable STUB says how it behaves: `serve` (the default), `refuse` (a sentence and exit code 1), `die` (exit
+The environment variable STUB says how it behaves: `serve` (the default), `refuse` (a sentence and exit code 1), `engine` (as
+an engine that does not start: words in its log, and a sentence that points to them), `die` (exit
 code 3 without a word), `hang` (it never listens), `crumble` (it listens, and ends at the first request).
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.inference.alone import AloneServer, alone_file
+from telescope.inference.vllm.outputs import start_failure
 from telescope.runlog.files import read_json
 from telescope.runlog.layout import RunDirectory
 
@@ -51,6 +53,10 @@ def main() -> None:
     told = read_json(alone_file(run), AloneServer)
     if HOW == "refuse":
         run.failure("server-0").write_text("server-0: vLLM refuses the model: it is a stub\n")
+        sys.exit(1)
+    if HOW == "engine":
+        sys.stderr.write("Traceback (most recent call last):\nValueError: no memory is left\nRuntimeError: it failed\nBye.\n")
+        run.failure("server-0").write_text(start_failure("It failed. See root cause above. Failed core proc(s): {}"))
         sys.exit(1)
     if HOW == "die":
         sys.stderr.write("its last line\n")

@@ -245,6 +245,10 @@ def test_the_server_is_gone_with_all_below_it_when_the_block_ends(stub: Path):
     ("how", "sentence"),
     [
         ("refuse", "^vLLM refuses the model: it is a stub$"),
+        (
+            "engine",
+            "^the engine's process could not start. Its own words:\nValueError: no memory is left\nRuntimeError: it failed$",
+        ),
         ("die", r"^the server ended with exit code 3. Its last words:\nits last line$"),
     ],
 )

@@ -94,3 +94,9 @@ def test_few_common_tokens_are_not_shared(monkeypatch: pytest.MonkeyPatch):
 def test_a_sample_longer_than_a_row_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"trajectory 1 has 11 tokens.*trainer.seq_len=10: raise trainer.seq_len"):
         packing.pack_shared([np.arange(3), np.arange(11)], [0, 0], seq_len=10)
+
+
+@pytest.mark.parametrize("repeated", [(3, 0), (0, 6), (0, 5)])
+def test_a_beginning_longer_than_the_sample_or_the_one_before_it_is_refused(repeated: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="no such beginning"):
+        prefixes.places(np.array([0, 4, 9]), repeated)

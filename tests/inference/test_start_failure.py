@@ -16,6 +16,10 @@ def test_how_the_engines_process_ended_is_told(code: int, how: str) -> None:
     )
 
 
+def test_a_start_that_failed_before_any_process_ended_points_to_the_log() -> None:
+    assert start_failure(f"{VLLM}{{}}") == "the engine's process could not start; its own words are further up in this log"
+
+
 def test_other_words_of_vllm_are_passed_on_in_one_line() -> None:
     assert start_failure("no room\nfor it") == "the engine did not start: no room"
     assert start_failure("") == "the engine did not start: vLLM does not say why"

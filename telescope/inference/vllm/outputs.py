@@ -51,13 +51,19 @@ def _queued_s(metrics: Any) -> float:
     return max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
 
 
+OWN_WORDS = "; its own words are further up in this log"
+"""Of an engine whose process has said why it ended, and nobody else."""
+
+
 def start_failure(words: str) -> str:
-    """A sentence for what vLLM says of a failed start, e.g. `... Failed core proc(s): {'EngineCore': -9}`: its processes' names
-    and exit codes."""
+    """A sentence for what vLLM says of a failed start, e.g. `… Failed core proc(s): {'EngineCore': -9}`: its
+    processes' names and exit codes, or `{}` where they had not ended yet."""
     ends = [(name, int(code)) for name, code in re.findall(r"'([^']+)': (-?\d+)", words)]
     if ends:
         how = ", ".join(f"{name} {how_it_ended(code)}" for name, code in ends)
-        return f"the engine's process ended during its start ({how}); its own words are further up in this log"
+        return f"the engine's process ended during its start ({how}){OWN_WORDS}"
+    if "root cause above" in words:
+        return f"the engine's process could not start{OWN_WORDS}"
     return f"the engine did not start: {words.strip().splitlines()[0] if words.strip() else 'vLLM does not say why'}"
 
 
