@@ -77,14 +77,15 @@ def _describe_share(part: Any, whole: Any, what: str) -> str:
 
 
 def _describe_eval(row: Any) -> str:
-    """`0.084 → 0.391 ± 0.018 after step 60 (512 samples)`."""
+    """`0.084 → 0.391 ± 0.018 after step 60 (512 prompts x 1)`."""
     if not isinstance(row, Mapping):
         return ""
     first = _mapping(row, "first")
     before = f"{_number(first.get('reward'))} → " if first.get("step") != row.get("step") else ""
     error = f" ± {row['reward_error']:.3f}" if _is_number(row.get("reward_error")) else ""
     failed = f", {row['failed']} failed" if row.get("failed") else ""
-    return f"{before}{_number(row.get('reward'))}{error} after step {row.get('step')} ({row.get('samples')} samples{failed})"
+    played = f"{row.get('prompts')} prompts x {row.get('samples')}{failed}"
+    return f"{before}{_number(row.get('reward'))}{error} after step {row.get('step')} ({played})"
 
 
 def _describe_steps(summary: Mapping[str, Any]) -> str:

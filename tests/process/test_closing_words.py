@@ -18,7 +18,7 @@ SUMMARY: dict[str, Any] = {
     "policy_last": {"rollouts": 1160, "counts": {"exact": 800}},
     "evals": {
         "countdown": {
-            "step": 60, "reward": 0.391, "reward_error": 0.018, "samples": 512, "failed": 3,
+            "step": 60, "reward": 0.391, "reward_error": 0.018, "prompts": 512, "samples": 4, "failed": 3,
             "first": {"step": 0, "reward": 0.084},
         }
     },
@@ -40,7 +40,7 @@ def test_the_main_lines_of_a_run():
     assert format_closing(SUMMARY).splitlines() == [
         "  reward          0.365 → 0.831  (means of 1,800 and 1,160 rollouts)",
         "  exact           0.340 → 0.810  (means of 1,200 and 800 rollouts)",
-        "  eval countdown  0.084 → 0.391 ± 0.018 after step 60 (512 samples, 3 failed)",
+        "  eval countdown  0.084 → 0.391 ± 0.018 after step 60 (512 prompts x 4, 3 failed)",
         "  steps           60",
         "  rollouts        20,256 generated, 15,360 trained, 4,896 discarded; of groups 600 discarded: zero_advantage, "
         "12 discarded: stale, 2 cancelled: a and 2 more causes",
@@ -94,8 +94,9 @@ def test_a_run_in_which_nothing_was_scored_has_no_reward_and_not_one_of_0():
 
 
 def test_an_eval_that_was_played_once_has_no_change():
-    row = {"step": 20, "reward": 0.5, "reward_error": None, "samples": 4, "failed": 0, "first": {"step": 20, "reward": 0.5}}
-    assert format_closing({"evals": {"a": row}}) == "  eval a  0.500 after step 20 (4 samples)"
+    facts = {"step": 20, "reward": 0.5}
+    row = {**facts, "reward_error": None, "prompts": 4, "samples": 1, "failed": 0, "first": facts}
+    assert format_closing({"evals": {"a": row}}) == "  eval a  0.500 after step 20 (4 prompts x 1)"
 
 
 @pytest.mark.parametrize("name", sorted(SUMMARY))
