@@ -49,11 +49,13 @@ def test_a_run_of_two_environments_reports_what_is_documented(start: Start):
             "trainer.number_of_minibatches=2",
         ),
         *(
+            "algorithm.use_tis=false",
             "algorithm.corrections=[{name: icepop}]",
             "algorithm.kl_ref_coef=0.01",
             "orchestrator.prompts_batch_size_for_trainer=4",
         ),
         *("rollout.normalize_rewards=true", "algorithm.overlong_filter=true"),
+        *(f"environments.{name}.reward_{end}" for name in ("countdown", "reverse_letters") for end in ("min=0", "max=1")),
     )
     assert run.wait(500) == 0, run.said()
     names = {name for row in run.rows("step_metrics") for name in row["metrics"]}
