@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -251,7 +251,7 @@ class BackendSettings(Settings):
         asked: Checkpointing | Literal["auto"] = getattr(self, "gradient_checkpointing", False)
         return True if asked == "auto" else asked
 
-    def checkpointing_choices(self, layers: int) -> Iterator[dict[str, bool | str | int | None]]:
+    def checkpointing_choices(self, layers: int) -> Iterator[Mapping[str, bool | str | int]]:
         """What `gradient_checkpointing=auto` may become for a model of so many layers, with the settings that go with it; none
         where the backend has no such setting."""
         yield from ()

@@ -28,6 +28,8 @@ ROWS = (4096, 8192, 16_384, 32_768)
 """Tokens, of which one is chosen; with samples that need longer ones, as many as these need."""
 ALIKE = 1.01
 """Times as long as the fastest: of choices that near to it the shortest row is taken, which needs least memory."""
+COMPILATION_S = 40.0
+"""Until layers are compiled, at a first start; 16 s where the run before has left its graphs."""
 FILLED = 0.95
 """Of a rank's room: rows differ in length from step to step, and what an allocator can't use grows with that."""
 
@@ -140,11 +142,11 @@ def decide(config: RunConfig, where: Surroundings) -> Decision:
     if search.needed(config) is None:
         why = f"backend={config.backend_name} does not tell what a rank needs, and this is what a CPU would have"
         return _take_known(config, still_open, why)
-    found = sorted(search.fitting(), key=lambda one: one.step_s)
+    found = search.worth_compiling(sorted(search.fitting(), key=lambda one: one.update_s))
     if not found:
         why = f"by the estimate of memory nothing fits on an {where.card.name}, and these need least"
         return _take_known(config, still_open, why)
-    best = min((one for one in found if one.step_s <= found[0].step_s * ALIKE), key=lambda one: (one.row, one.step_s))
+    best = min((one for one in found if one.update_s <= found[0].update_s * ALIKE), key=lambda one: (one.row, one.update_s))
     return search.explain(best)
 
 
@@ -166,7 +168,7 @@ class _Candidate(msgspec.Struct, frozen=True):
     row: int
     needed: int
     """Bytes on the card."""
-    step_s: float
+    update_s: float
     """Of an update's forward and backward passes."""
 
 
@@ -185,7 +187,15 @@ class _Search:
                 continue
             needed = self.needed(config)
             if needed is not None and needed <= FILLED * self._card.room:
-                yield _Candidate(config, config.trainer.row_tokens, needed, self._step_s(config))
+                yield _Candidate(config, config.trainer.row_tokens, needed, self._update_s(config))
+
+    def worth_compiling(self, found: list[_Candidate]) -> list[_Candidate]:
+        """Of candidates, the fastest first: those without compilation where that would not pay within the run."""
+        eager = [one for one in found if not one.config.backend.compiles]
+        if COMPILE not in self._open or not eager or not found[0].config.backend.compiles:
+            return found
+        updates = self._config.number_of_steps * self._config.trainer.updates_per_step
+        return found if (eager[0].update_s - found[0].update_s) * updates > COMPILATION_S else eager
 
     def _combinations(self) -> Iterator[dict[str, Any]]:
         """By path, every combination of values of the settings that are open."""
@@ -214,7 +224,7 @@ class _Search:
         )
         return None if rank is None else rank.needed
 
-    def _step_s(self, config: RunConfig) -> float:
+    def _update_s(self, config: RunConfig) -> float:
         """Of an update's rows on one rank, for samples of the lengths that are assumed where none are known."""
         ranks, together = config.cluster.trainer_num_workers, config.backend.ranks_a_shard
         longest = float(min(config.trainer.row_tokens, config.inference.max_model_len))
@@ -239,8 +249,9 @@ class _Search:
     def explain(self, best: _Candidate) -> Decision:
         reasons = {SEQ_LEN: self._of_row, COMPILE: self._of_compile, CHECKPOINTING: self._of_checkpointing}
         choices = [Choice(path, _at(best.config, path), reasons[path](best)) for path in self._open]
-        layers = getattr(best.config.backend, "checkpointed_layers", None)
-        if CHECKPOINTING in self._open and layers != getattr(self._config.backend, "checkpointed_layers", None):
+        layers: int | None = getattr(best.config.backend, "checkpointed_layers", None)
+        given: int | None = getattr(self._config.backend, "checkpointed_layers", None)
+        if CHECKPOINTING in self._open and layers is not None and layers != given:
             choices.append(Choice(LAYERS, layers, f"of {self._shape.layers}"))
         return Decision(best.config, tuple(choices), f"an {self._card.name}")
 
@@ -252,11 +263,13 @@ class _Search:
     def _of_compile(self, best: _Candidate) -> str:
         if best.config.backend.compiles:
             other = _with(best.config, {COMPILE: False})
-            gain = self._step_s(other) / best.step_s if other is not None else 1.0
+            gain = self._update_s(other) / best.update_s if other is not None else 1.0
             return f"a step trains {gain:.1f} times as fast with it, by what was measured on an H200"
         if not self._where.compiler:
             return "it needs a C and a C++ compiler and Python's headers, and this host lacks one of them"
-        return "the other settings leave nothing for it to make faster"
+        if best.config.backend.compiles_layers and _with(best.config, {COMPILE: True}) is None:
+            return "the backend's other settings do without"
+        return f"so short a run would not win back the {COMPILATION_S:.0f} s that it takes"
 
     def _of_checkpointing(self, best: _Candidate) -> str:
         memory = f"a rank needs about {best.needed / GIB:.0f} of {self._card.room / GIB:.0f} GiB"

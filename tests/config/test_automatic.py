@@ -24,7 +24,8 @@ ALONE = ("cluster.trainer_num_workers=1", "cluster.inference_num_workers=1")
 def on(gib: float = 140, **other: Any) -> Surroundings:
     """A rank on an H200 of which it may take so many GiB."""
     card = RankCard(name="NVIDIA H200", room=int(gib * GIB), flops=989e12, bandwidth=4.8e12)
-    return Surroundings(**{"device": "gpu", "card": card} | other)
+    given: dict[str, Any] = {"device": "gpu", "card": card, **other}
+    return Surroundings(**given)
 
 
 @functools.cache
@@ -200,6 +201,15 @@ def test_megatron_computes_as_little_again_as_its_layers_can() -> None:
     assert values(decided(on(), *own)) == (16_384, True, "selective")
     assert values(decided(on(), *own, "backend.fp8=true")) == (16_384, True, True)
     assert values(decided(on(), "model=qwen3-0.6b", *own[1:])) == (16_384, True, False)
+
+
+def test_a_run_too_short_to_win_back_the_time_of_compilation_is_not_compiled() -> None:
+    """Two steps of 128 rollouts of 4B save less than 40 s, a hundred of them or of their updates more."""
+    short = ("model=qwen3-4b", *ALONE)
+    assert [values(decided(on(), *short, f"number_of_steps={steps}"))[1] for steps in (2, 100)] == [False, True]
+    assert "so short a run would not win back the 40 s" in decided(on(), *short, "number_of_steps=2").sentence
+    assert values(decided(on(), *short, "number_of_steps=2", "trainer.epochs_per_batch=40"))[1] is True
+    assert values(decided(on(), "model=tiny", *ALONE))[1] is False  # the quickstart, on a GPU
 
 
 def test_short_updates_do_not_ask_for_long_rows() -> None:

@@ -5,7 +5,7 @@ Owns the backend's settings. Torch is imported in `build()`, so that a configura
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -76,7 +76,7 @@ class FSDP(BackendSettings):
         again = layers_again(layers, self.checkpointing, self.checkpointed_layers)
         return self.recompute_pointwise and self.compiles and again < layers
 
-    def checkpointing_choices(self, layers: int) -> Iterator[dict[str, bool | str | int | None]]:
+    def checkpointing_choices(self, layers: int) -> Iterator[Mapping[str, bool | str | int]]:
         """See `BackendSettings.checkpointing_choices`."""
         if self.checkpointed_layers is not None:
             yield {"gradient_checkpointing": "full"}

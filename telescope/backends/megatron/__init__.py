@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -140,7 +140,7 @@ class Megatron(BackendSettings):
     def ranks_a_row(self) -> int:
         return self.context_parallel_size
 
-    def checkpointing_choices(self, layers: int) -> Iterator[dict[str, bool | str | int | None]]:
+    def checkpointing_choices(self, layers: int) -> Iterator[Mapping[str, bool | str | int]]:
         """See `BackendSettings.checkpointing_choices`. Layers of Transformer Engine can't keep their products."""
         yield {"gradient_checkpointing": False}
         if not self._wants_engine():
