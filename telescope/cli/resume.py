@@ -65,7 +65,7 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
         say(f"{error}\nNothing was started.")
         return CONFIG_ERROR
     given = config
-    settled = Decision(config) if standing.rank else settle(config, plan)  # of values that were numbers none is open
+    settled = Decision(config) if standing.rank else settle(config, plan, nodes=standing.nodes)  # what the user makes auto
     config = settled.config
     if found := find_obstacles(config, plan, hub_problem):
         say("\n".join([*found, "Nothing was started."]))
