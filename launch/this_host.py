@@ -6,11 +6,13 @@ Owns the look at one host; refuses to decide what to do with it (process_plan.py
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
+import sysconfig
 from pathlib import Path
 
-from telescope._launch.process_environment import find_visible_gpus
+from telescope._launch.process_environment import find_visible_gpus, read_own_environment
 from telescope._launch.process_plan import Host
 
 NVIDIA_PROC = Path("/proc/driver/nvidia/gpus")
@@ -35,6 +37,27 @@ def find_compute_capability() -> int | None:
     majors = {line.partition(".")[0] for line in _ask_nvidia_smi("compute_cap") or [] if "." in line}
     found = majors.pop() if len(majors) == 1 else ""
     return int(found) if found.isdigit() else None
+
+
+def find_smallest_card() -> tuple[str, int] | None:
+    """Name and bytes of memory of this machine's GPU, of several that with least; None where nvidia-smi can't tell, as of a
+    part of a card (MIG)."""
+    if any(name.startswith("MIG") for name in find_visible_gpus() or ()):
+        return None
+    found: list[tuple[int, str]] = []
+    for line in _ask_nvidia_smi("memory.total,name") or []:
+        memory, _, name = line.partition(", ")
+        if (number := memory.removesuffix(" MiB")).isdigit():
+            found.append((int(number) << 20, name))
+    return (min(found)[1], min(found)[0]) if found else None
+
+
+def has_compilers() -> bool:
+    """Whether this host has what torch.compile calls: a C and a C++ compiler, and the headers of this Python."""
+    variables = read_own_environment()
+    c, cxx = (variables.get(name) or default for name, default in (("CC", "cc gcc clang"), ("CXX", "c++ g++ clang++")))
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return headers.is_file() and all(any(map(shutil.which, names.split())) for names in (c, cxx))
 
 
 def _ask_nvidia_smi(field: str) -> list[str] | None:

@@ -22,7 +22,7 @@ from telescope._launch.hosts.other_nodes import NodesMissing, OtherNodes
 from telescope._launch.preflight import refuse
 from telescope._launch.process_plan import Host, LaunchPlan, PlanError, describe_shared_gpus, make_plan, write_plan
 from telescope._launch.this_host import inspect_this_host
-from telescope.config.run import RunConfig, config_hash
+from telescope.config.run import RunConfig
 from telescope.exit_codes import COMPONENT_FAILED, ERROR
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
@@ -44,10 +44,12 @@ class NothingStarted(RuntimeError):
 
 
 def gather_nodes(
-    run: RunDirectory, config: RunConfig, identity: NodeIdentity, say: Callable[[str], None], held: HeldSignals
-) -> tuple[OtherNodes, int]:
+    run: RunDirectory, config: RunConfig, identity: NodeIdentity, say: Callable[[str], None], held: HeldSignals,
+    given_hash: str,
+) -> tuple[OtherNodes, int]:  # fmt: skip
     """The other nodes, ready for `supervise`, and the port that is kept where the trainer's rank 0 will be (0: none is). A
-    signal ends the wait for them, also one that is `held` already. Raises `NothingStarted`."""
+    signal ends the wait for them, also one that is `held` already. `given_hash`: of the settings as the command line has them
+    on each host, with `auto` undecided. Raises `NothingStarted`."""
     if identity.under_torchrun:
         end_with_parent()
     try:
@@ -56,7 +58,7 @@ def gather_nodes(
         sentence = str(error) if isinstance(error, NoAddress) else _describe_bind_error(identity, error)
         raise NothingStarted(ERROR, sentence) from error
     silent_s = SILENT_SHARE * config.orchestrator.silent_s
-    nodes = OtherNodes(socket, identity.nodes, config_hash(config), silent_s, say)
+    nodes = OtherNodes(socket, identity.nodes, given_hash, silent_s, say)
     say(f"Waiting for {identity.nodes - 1} other node{'s' * (identity.nodes > 2)} at {socket.endpoint}.")
     try:
         with raise_on_signals():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from telescope._launch import prepare_attempt
+from telescope._launch.automatic_settings import settle_in_job
 from telescope._launch.hosts.address import NoAddress, find_interface, find_local_address, is_own_address, resolve_address
 from telescope._launch.next_commands import list_next_lines
 from telescope._launch.preflight import refuse
@@ -74,10 +75,14 @@ def run(run_dir: str) -> None:
     log.info("Attempt %d of %s on %s.", attempt.number, directory.path, ", ".join(names))
     try:
         plan = make_plan(config, make_hosts(allocation.nodes, find_networks(names)))
+        settled = settle_in_job(directory, config, plan)
+        config = settled.config
         write_plan(plan, directory.plan_json)
         refuse(config, plan, elsewhere=True)
-    except (PlanError, NoAddress) as error:
+    except (PlanError, NoAddress, OSError) as error:
         _refuse(directory, attempt, error)
+    if settled.sentence:
+        log.info("%s", settled.sentence)
     hold(directory)
     for sentence in describe_end_save(config, directory):
         log.info("%s", sentence)

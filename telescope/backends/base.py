@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from telescope.algorithms.base import Algorithm
     from telescope.config.models import ModelCounts
     from telescope.config.sections import ModelSettings, TrainerSettings
-    from telescope.maths.memory import ModelShape, TrainerMemory
+    from telescope.maths.memory import Checkpointing, ModelShape, TrainerMemory
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Job:
     @property
     def longest(self) -> int:
         """Tokens of a sample, at most: what is longer than a row is refused, or trained up to there."""
-        return min(self.trainer.seq_len, self.max_model_len or self.trainer.seq_len)
+        return min(self.trainer.row_tokens, self.max_model_len or self.trainer.row_tokens)
 
 
 class Backend(Protocol):
@@ -206,6 +206,8 @@ class BackendSettings(Settings):
     """Whether it fills up by itself a row that `ranks_a_row` ranks can't share evenly."""
     has_model: ClassVar[bool] = True
     """Whether its weights are a model's, and so worth saving when a run ends."""
+    compiles_layers: ClassVar[bool] = False
+    """Whether `compile` makes graphs of whole layers, of which selective checkpointing keeps attention's results alone."""
 
     def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
         """What of these settings can't be in a run of so many ranks: paths of these settings, and a sentence with the remedy.
@@ -237,6 +239,22 @@ class BackendSettings(Settings):
         """Of `ranks_a_shard`, those that share each row, an equal part of its tokens each; the others hold parts of the
         model."""
         return 1
+
+    @property
+    def compiles(self) -> bool:
+        """`compile` of a backend that has it; false where nobody has decided `auto` yet, as on a CPU."""
+        return getattr(self, "compile", False) is True
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """`gradient_checkpointing` of a backend that has it; true where nobody has decided `auto` yet, as on a CPU."""
+        asked: Checkpointing | Literal["auto"] = getattr(self, "gradient_checkpointing", False)
+        return True if asked == "auto" else asked
+
+    def checkpointing_choices(self, layers: int) -> Iterator[Mapping[str, bool | str | int]]:
+        """What `gradient_checkpointing=auto` may become for a model of so many layers, with the settings that go with it; none
+        where the backend has no such setting."""
+        yield from ()
 
     def saved_moment_bytes(self, shape: ModelShape, model: ModelSettings) -> int | None:
         """Bytes of the moments in a save of the training state, all ranks together; None: not known."""

@@ -63,7 +63,7 @@ class FakeBackend:
     def train_step(self, shard: TrainShard) -> StepResult:
         started = time.perf_counter()
         trainer = self._job.trainer
-        minibatches = shards.pack(shard, seq_len=trainer.seq_len, multiple=trainer.pad_to_multiple_of)
+        minibatches = shards.pack(shard, seq_len=trainer.row_tokens, multiple=trainer.pad_to_multiple_of)
         plan = [row for rows in minibatches for row in rows]
         trajectories = shards.trajectories(shard)
         for row in plan:

@@ -14,10 +14,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from telescope._launch.automatic_settings import FindCard
 from telescope._launch.process_plan import PlanError, describe_shared_gpus
 from telescope._launch.slurm.submit import SubmitRefused, refuse_submission
+from telescope._launch.this_host import find_smallest_card
 from telescope.cli.command_line import parse_all
-from telescope.cli.start import find_absent, find_obstacles, make_plan_here
+from telescope.cli.start import find_absent, find_obstacles, make_plan_here, settle
 from telescope.compose.load import Point, UsageError, load_points, places_for
 from telescope.compose.sweeper import has_sweeper
 from telescope.config.models import hub_problem
@@ -47,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         return USAGE
     hub = functools.cache(hub_problem)
     known: dict[str, list[str]] = {}
-    found = [(point, judged(point, hub, known)) for point in points]
+    find_card = functools.cache(find_smallest_card)
+    found = [(point, judged(point, hub, known, find_card)) for point in points]
     for point, (valid, said) in found:
         (sys.stdout if valid else sys.stderr).write(f"{' '.join(point.overrides) or 'the default run'}: {said}\n")
     wrong = sum(not valid for _, (valid, _) in found)
@@ -58,21 +61,25 @@ def main(arguments: Sequence[str]) -> int:
     return CONFIG_ERROR if wrong else OK
 
 
-def judged(point: Point, hub: Callable[[str], ConfigProblem | None], known: dict[str, list[str]]) -> tuple[bool, str]:
+def judged(
+    point: Point, hub: Callable[[str], ConfigProblem | None], known: dict[str, list[str]], find_card: FindCard
+) -> tuple[bool, str]:
     """Whether the point is a run that has its place and what it needs, and what is to be said of it."""
     if point.config is None or point.problems:
         return False, str(ConfigError(point.problems))
     try:
-        _, plan = make_plan_here(point.config)
+        standing, plan = make_plan_here(point.config)
+        settled = settle(point.config, plan, standing, find_card)
     except PlanError as error:
         return False, str(error)
     if absent := find_absent(point.config, plan, known):
         return False, "\n  - ".join(["It needs what is not on this machine:", *absent])
     warnings = [*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "",))]
-    said = [f"  Warning: {warning}" for warning in warnings]
-    refused = [*_directory_in_use(point.config), *_unsubmitted(point.config), *find_obstacles(point.config, plan, hub)]
+    said = [f"  {settled.sentence}"] if settled.sentence else []
+    said += [f"  Warning: {warning}" for warning in warnings]
+    refused = [*_directory_in_use(point.config), *_unsubmitted(point.config), *find_obstacles(settled.config, plan, hub)]
     said += [f"  On this machine `telescope run` would refuse it: {sentence}" for sentence in refused]
-    return True, "\n".join(["valid, hash " + config_hash(point.config), *said])
+    return True, "\n".join(["valid, hash " + config_hash(settled.config), *said])
 
 
 def _directory_in_use(config: RunConfig) -> list[str]:

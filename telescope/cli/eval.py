@@ -125,7 +125,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _play(job: EvalJob) -> int:
     """The exit code of the run that plays it; 0 where it was played before."""
     from telescope._launch.process_plan import PlanError, describe_shared_gpus
-    from telescope.cli.start import RunOrder, find_absent, find_obstacles, make_plan_here, run_one, say
+    from telescope._launch.this_host import find_smallest_card
+    from telescope.cli.start import RunOrder, find_absent, find_obstacles, make_plan_here, run_one, say, settle
     from telescope.cli.targets import TargetRefused, describe_key
     from telescope.config.models import hub_problem
     from telescope.runlog import opening
@@ -137,6 +138,7 @@ def _play(job: EvalJob) -> int:
     config = job.prepare(say)
     try:
         standing, plan = make_plan_here(config)
+        config = settle(config, plan, standing, find_smallest_card).config
     except PlanError as error:
         raise TargetRefused(str(error)) from error
     if found := [*find_absent(config, plan, {}), *find_obstacles(config, plan, hub_problem)]:

@@ -18,6 +18,7 @@ from telescope._launch.this_host import inspect_this_host
 from telescope.backends.megatron import Megatron
 from telescope.cli.command_line import parse_all
 from telescope.compose.load import UsageError, load_points, places_for
+from telescope.config.automatic import Decision, Surroundings, decide, find_open
 from telescope.config.model_shapes import ShapeUnknown, shape_of
 from telescope.config.run import RunConfig
 from telescope.config.words import ConfigError
@@ -33,7 +34,7 @@ from telescope.planning.forecast import (
     choose_split,
     find_short_rows,
     forecast,
-    rows_a_rank,
+    pack_step,
     try_splits,
 )
 from telescope.planning.latencies import Latencies
@@ -41,6 +42,7 @@ from telescope.planning.memory import (
     PlanRefused,
     check_memory,
     check_model,
+    decide_for,
     divide,
     estimate_rank,
     estimate_server,
@@ -83,8 +85,9 @@ def main(arguments: Sequence[str]) -> int:
                 "cluster.trainer_num_workers=0 trains nothing: --placement shows its processes, and no more is planned"
             )
         else:
-            lines = [*describe(point.config), *_processes(point.config, point.warnings, asked)]
-            lines += _forecast(_as_placed(point.config, asked), asked)
+            settled = _settle(_as_placed(point.config, asked), asked)
+            lines = [*describe(settled.config), *filter(None, (settled.sentence,))]
+            lines += [*_processes(point.config, point.warnings, asked), *_forecast(settled.config, asked)]
     except (UsageError, BadHosts) as error:
         sys.stderr.write(f"telescope plan: {error}\n")
         return USAGE
@@ -104,7 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--placement", action="store_true", help="show which process goes where, and nothing else")
     parser.add_argument("--hosts", metavar="4x8", help="hosts to plan for, COUNTxGPUS or COUNTxGPUSxCORES, e.g. 1x0x16,4x8")
     parser.add_argument(
-        "--completion-tokens", type=float, metavar="MEAN", help="mean length of a completion, if no run is given"
+        "--completion-tokens",
+        type=float,
+        metavar="MEAN",
+        help="mean length of a completion, cut off at max_tokens, if no run is given",
     )
     parser.add_argument("overrides", nargs="*", help="as for telescope.run, e.g. model=tiny orchestrator.max_async_rollout=1")
     return parser
@@ -144,6 +150,24 @@ def _plan(config: RunConfig, asked: argparse.Namespace) -> LaunchPlan:
     return make_plan(config, (here,) * (config.cluster.nodes or 1))
 
 
+def _settle(config: RunConfig, asked: argparse.Namespace) -> Decision:
+    """With `auto` decided for the card that is planned for; where cards are to be divided that waits for the division."""
+    card = _card(config, asked)
+    if asked.gpus is not None or not find_open(config):
+        return Decision(config)
+    if card is None:
+        return decide(config, Surroundings(device="cpu"))
+    return _settle_on(config, card)
+
+
+def _settle_on(config: RunConfig, card: GpuCard) -> Decision:
+    try:
+        shape = shape_of(config.model.name)
+    except ShapeUnknown:
+        shape = None
+    return decide_for(config, shape, card)
+
+
 def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
     """Memory, and the simulated run: with the times of a run, or with those of a card."""
     if asked.completion_tokens is not None and not 1 <= asked.completion_tokens <= config.rollout.max_tokens:
@@ -168,6 +192,7 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
 
     def load_of(divided: RunConfig) -> Latencies:
         if shape is not None and card is not None:
+            divided = decide_for(divided, shape, card).config
             check_memory(divided, shape, card)
         if calibration is not None:
             return adapt_latencies(calibration, divided, shape, card)
@@ -184,12 +209,16 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
             raise PlanRefused(f"No division of {asked.gpus} GPUs works. The last one: {divisions[-1].problem}")
         yield from describe_splits(divisions, chosen, asked.gpus)
         config = divide(config, chosen.servers, chosen.ranks)
+        if card is not None:
+            settled = _settle_on(config, card)
+            yield from filter(None, (settled.sentence,))
+            config = settled.config
         if shape is not None:
             yield from _memory(config, shape, card)  # of the division that is recommended
     load = load_of(config)
     if calibration is None and card is not None:
         yield describe_assumed(load, card)
-    yield describe_rows(config, load, rows_a_rank(config, load))
+    yield describe_rows(config, load, pack_step(config, load.prompt_tokens, load.completion_tokens).rows)
     if shape is not None and card is not None and (short := find_short_rows(config, load, shape, card)) is not None:
         yield short.sentence
     if shape is not None and card is not None and (spare := find_spare_memory(config, shape, card)) is not None:
@@ -251,7 +280,8 @@ def describe(config: RunConfig) -> Iterator[str]:
         yield f"A step makes {config.trainer.updates_per_step} optimiser updates, each on {each} group{'s' * (sizes[-1] != 1)}."
     tokens = rollouts * config.rollout.max_tokens
     yield f"Turns of max_tokens={config.rollout.max_tokens} make at most {tokens:,} sampled tokens a step of single turns."
-    yield f"They are trained in packed rows of {config.trainer.seq_len} tokens, on {ranks} rank{'s' * (ranks != 1)}."
+    rows = "" if config.trainer.seq_len == "auto" else f" of {config.trainer.row_tokens} tokens"
+    yield f"They are trained in packed rows{rows}, on {ranks} rank{'s' * (ranks != 1)}."
 
 
 def describe_processes(plan: LaunchPlan) -> Iterator[str]:

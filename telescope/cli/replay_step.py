@@ -50,7 +50,7 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     if any("log-prob" in line for line in broken):
         return False, "\n".join([*said, *broken, "A loss without them can't be computed, so nothing was run."])
     world = _world(device, config)
-    own = share(whole, world, config.trainer.seq_len)
+    own = share(whole, world, config.trainer.row_tokens)
     backend = config.backend.alone().build(_job(config, world, weights, first.loss_scale))
     try:
         result = backend.train_step(own)

@@ -30,7 +30,9 @@ class WrongOverride(ValueError):
 
 def go_on(path: Path, overrides: Sequence[str]) -> int:
     """The run's exit code; 1 where it can't go on. Raises `WrongOverride`."""
+    from telescope._launch.automatic_settings import settle
     from telescope._launch.process_plan import PlanError, describe_shared_gpus
+    from telescope.config.automatic import Decision
     from telescope.config.conflicts import warnings
     from telescope.config.models import hub_problem
     from telescope.config.run import as_json, refuse_other_meaning
@@ -62,12 +64,16 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
     except PlanError as error:
         say(f"{error}\nNothing was started.")
         return CONFIG_ERROR
+    given = config
+    settled = Decision(config) if standing.rank else settle(config, plan, nodes=standing.nodes)  # what the user makes auto
+    config = settled.config
     if found := find_obstacles(config, plan, hub_problem):
         say("\n".join([*found, "Nothing was started."]))
         return CONFIG_ERROR
     arguments = (f"run_dir={run.path}", "checkpoint.resume=true", *overrides)
     said = (*warnings(config), *filter(None, (describe_shared_gpus(plan) if plan else "",)))
-    order = RunOrder(config, plan, standing, said, arguments, datetime.now().astimezone())
+    now = datetime.now().astimezone()
+    order = RunOrder(config, plan, standing, said, arguments, now, given=given, chosen=settled.sentence)
     if config.cluster.slurm is not None:
         return submit_all([order])
     return join_run(order) if standing.rank else run_one(order)

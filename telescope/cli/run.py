@@ -29,6 +29,7 @@ from telescope.cli.start import (
     run_folder,
     run_one,
     say,
+    settle,
     with_name,
 )
 from telescope.cli.submitting import submit_all
@@ -235,14 +236,17 @@ class _NotStarted(Exception):
 def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None) -> list[RunOrder]:
     """What is to be started, point by point, each with a run directory of its own. Raises `_NotStarted`."""
     from telescope._launch.process_plan import PlanError, describe_shared_gpus
+    from telescope._launch.this_host import find_smallest_card
     from telescope.cli.sweep import name_point
     from telescope.config.models import hub_problem
 
-    started = datetime.now().astimezone()
+    started, find_card = datetime.now().astimezone(), functools.cache(find_smallest_card)
     try:
-        plans = [(with_name(point.config), *make_plan_here(point.config)) for point in points if point.config is not None]
+        given = [(with_name(point.config), *make_plan_here(point.config)) for point in points if point.config is not None]
+        settled = [settle(config, plan, standing, find_card) for config, standing, plan in given]
     except PlanError as error:
         raise _NotStarted(str(error)) from error
+    plans = [(found.config, standing, plan) for found, (_, standing, plan) in zip(settled, given, strict=True)]
     if sweep is not None and (nodes := max(standing.nodes for _, standing, _ in plans)) > 1:
         raise _NotStarted(
             f"A sweep (-m) over {nodes} hosts is not possible: they would have to agree when each point begins and ends. Give "
@@ -265,7 +269,10 @@ def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | No
         if not standing.rank or config.run_dir is not None:  # else the head's directory gives the node's its name
             config = config.model_copy(update={"run_dir": str(folder)} | _as_point(config, sweep))
         warnings = (*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "",)))
-        orders.append(RunOrder(config, plan, standing, warnings, tuple(arguments), started))
+        (as_given, _, _), chosen = given[len(orders)], settled[len(orders)].sentence
+        orders.append(
+            RunOrder(config, plan, standing, warnings, tuple(arguments), started, given=as_given, chosen=chosen)
+        )  # fmt: skip
     return orders
 
 

@@ -25,8 +25,10 @@ from telescope._launch.unblocked_output import unblock_output
 from telescope.exit_codes import COMPONENT_FAILED, DONE, ERROR
 
 if TYPE_CHECKING:
+    from telescope._launch.automatic_settings import FindCard
     from telescope._launch.hosts.node_identity import NodeIdentity
     from telescope._launch.process_plan import LaunchPlan
+    from telescope.config.automatic import Decision
     from telescope.config.run import RunConfig
     from telescope.config.words import ConfigProblem
     from telescope.runlog.layout import RunDirectory
@@ -54,6 +56,10 @@ class RunOrder:
     """An attempt that nobody asked for: it passes over checkpoints that are damaged, where a person is told of them."""
     evaluated: str = ""
     """As `RunIdentity` has it."""
+    given: RunConfig | None = None
+    """As the command line has it on each host, with `auto` undecided; None: as `config`."""
+    chosen: str = ""
+    """What `auto` became, in a line; empty where there is nothing to say."""
 
 
 def with_name(config: RunConfig) -> RunConfig:
@@ -88,6 +94,31 @@ def make_plan_here(config: RunConfig) -> tuple[NodeIdentity, LaunchPlan | None]:
         return NodeIdentity(), make_plan(config, make_hosts(list_nominal_nodes(config.cluster.slurm)))
     found = identify_node(config.cluster, config.run_dir, os.environ)
     return found, make_plan(config, (inspect_this_host(),)) if found.nodes == 1 else None
+
+
+def settle(config: RunConfig, plan: LaunchPlan | None, standing: NodeIdentity, find_card: FindCard) -> Decision:
+    """What `auto` becomes here; a node that is not the head leaves it to that. A run that goes on keeps what it began with.
+    `find_card` as in `automatic_settings.settle`.
+
+    Raises `PlanError` where that can't be read."""
+    from telescope._launch.automatic_settings import settle
+    from telescope._launch.process_plan import PlanError
+    from telescope.config.automatic import Decision
+    from telescope.config.run import read_settings
+    from telescope.runlog.files import DamagedFile
+    from telescope.runlog.layout import RunDirectory
+
+    if standing.rank:
+        return Decision(config)
+    before = None
+    if config.checkpoint.resume is not False and config.run_dir is not None:
+        try:
+            before = read_settings(RunDirectory(Path(config.run_dir).expanduser().absolute()).config_json)
+        except FileNotFoundError:
+            before = None  # what can't be resumed is refused in its own words
+        except (DamagedFile, OSError) as error:
+            raise PlanError(str(error)) from error
+    return settle(config, plan, before, find_card, standing.nodes)
 
 
 def find_absent(config: RunConfig, plan: LaunchPlan | None, known: dict[str, list[str]]) -> list[str]:
@@ -180,6 +211,7 @@ def _attempt(order: RunOrder) -> int | None:
     from telescope._launch.save_forecast import describe_end_save
     from telescope._launch.supervisor import note_failed_start, supervise
     from telescope.cli.half_done import HalfDone
+    from telescope.config.run import config_hash
     from telescope.runlog.attempts import note_end
 
     again = order.config.checkpoint.resume is not False
@@ -192,10 +224,11 @@ def _attempt(order: RunOrder) -> int | None:
             before.take_back_or_say(say)
             say("Nothing was started.")
             return held.exit_code
-        for sentence in describe_end_save(order.config, directory):
+        for sentence in (*filter(None, (order.chosen,)), *describe_end_save(order.config, directory)):
             say(sentence)
         try:
-            nodes, port = (None, 0) if order.plan else gather_nodes(directory, order.config, order.standing, say, held)
+            given = config_hash(order.given or order.config)
+            nodes, port = (None, 0) if order.plan else gather_nodes(directory, order.config, order.standing, say, held, given)
             code = supervise(directory, nodes=nodes, port=port, held=held)
         except NothingStarted as error:
             code = error.code

@@ -144,13 +144,14 @@ def _evals(config: RunConfig) -> Iterator[Conflict]:
 
 def _lengths(config: RunConfig) -> Iterator[Conflict]:
     max_tokens, model_len, seq_len = config.rollout.max_tokens, config.inference.max_model_len, config.trainer.seq_len
+    given = seq_len != "auto"  # which holds what it must, and is padded
     if max_tokens >= model_len:
         yield Conflict(
             ("rollout.max_tokens", "inference.max_model_len"),
             f"rollout.max_tokens={max_tokens} must be below inference.max_model_len={model_len}, which holds the prompt too: "
             f"lower rollout.max_tokens, or raise inference.max_model_len",
         )
-    if model_len > seq_len and config.trainer.overlong == "refuse":
+    if given and model_len > config.trainer.row_tokens and config.trainer.overlong == "refuse":
         yield Conflict(
             ("inference.max_model_len", "trainer.seq_len"),
             f"inference.max_model_len={model_len} must not be above trainer.seq_len={seq_len}: a sequence has to fit into one "
@@ -172,11 +173,11 @@ def _lengths(config: RunConfig) -> Iterator[Conflict]:
         for sentence in config.algorithm.length_errors(max_tokens=own):
             yield Conflict(("algorithm.overlong_buffer_tokens", path), sentence.replace("rollout.max_tokens", path))
     padding = config.trainer.pad_to_multiple_of
-    if seq_len % padding:
+    if given and config.trainer.row_tokens % padding:
         yield Conflict(
             ("trainer.seq_len", "trainer.pad_to_multiple_of"),
             f"trainer.seq_len={seq_len} must be a multiple of trainer.pad_to_multiple_of={padding}: "
-            f"set trainer.seq_len={-(-seq_len // padding) * padding}, or trainer.pad_to_multiple_of=1",
+            f"set trainer.seq_len={config.trainer.pad(config.trainer.row_tokens)}, or trainer.pad_to_multiple_of=1",
         )
 
 

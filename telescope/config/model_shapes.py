@@ -34,6 +34,8 @@ def _shape(
     )
 
 
+COUNTED = ("llama", "qwen2", "qwen3")
+"""Values of `model_type` whose layers `maths.memory` counts tensor by tensor, compiled and not; others it takes to be alike."""
 KNOWN = {
     "Qwen/Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, 2),
     "Qwen/Qwen2.5-1.5B": _qwen2(1536, 8960, 28, 12, 2),
@@ -50,6 +52,14 @@ KNOWN = {
 
 class ShapeUnknown(ValueError):
     """Nothing here tells the model's size; the message says what would."""
+
+
+def is_counted(name: str) -> bool:
+    """Whether the layers of the model `model.name`, whose shape is known, are of a kind in COUNTED."""
+    folder = model_path(name)
+    if folder is None:
+        return True  # all of KNOWN are
+    return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") in COUNTED
 
 
 def shape_of(name: str) -> ModelShape:

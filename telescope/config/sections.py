@@ -200,6 +200,10 @@ class RolloutSettings(Settings):
         return Support(self.top_k or 0, 1.0 if self.top_p is None else self.top_p, self.min_p)
 
 
+ROW_TOKENS = 4096
+"""Of a packed row on a CPU, where `trainer.seq_len` is auto."""
+
+
 class TrainerSettings(Settings):
     learning_rate: float = Field(default=1e-6, ge=0)
     """AdamW's rate after warm-up; 0 leaves the weights as they are."""
@@ -226,8 +230,9 @@ class TrainerSettings(Settings):
     """So many steps in a row without one finite gradient, in which no weight moves, end the run."""
     epochs_per_batch: int = Field(default=1, ge=1, le=1_000)
     """Times that a step runs over its batch, cut into minibatches anew each time. Schedules count steps."""
-    seq_len: int = Field(default=4096, ge=8, le=100_000_000)
-    """Tokens of a packed row."""
+    seq_len: Literal["auto"] | Annotated[int, Field(ge=8, le=100_000_000)] = "auto"
+    """Tokens of a packed row. auto: 4,096, and on a GPU of known memory as many as train fastest; in both cases
+    inference.max_model_len at least, unless longer samples are truncated. Decided once, where the run starts."""
     overlong: Literal["refuse", "truncate"] = "refuse"
     """What becomes of a sample longer than seq_len. refuse: inference.max_model_len must not be above seq_len. truncate: its
     prompt and first sampled tokens are trained, up to seq_len, and `overlong_samples` and `truncated_tokens` count the rest."""
@@ -240,6 +245,15 @@ class TrainerSettings(Settings):
     """Tokens whose [chunk, vocabulary] logits exist at once when log-probs and entropy are computed."""
     peak_flops: float | None = Field(default=None, gt=0)
     """Operations a second that one card could do, for the metric `mfu`; null: by the card's name, and no mfu on a CPU."""
+
+    @property
+    def row_tokens(self) -> int:
+        """`seq_len` as a number; where nobody has decided `auto` yet, what it is on a CPU for samples that fit."""
+        return self.pad(ROW_TOKENS) if self.seq_len == "auto" else self.seq_len
+
+    def pad(self, tokens: int) -> int:
+        """The next length of a row that `pad_to_multiple_of` allows."""
+        return -(-tokens // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     @property
     def updates_per_step(self) -> int:

@@ -108,8 +108,11 @@ def _set_aside(rest: dict[str, Any], mistakes: Sequence[Mistake]) -> bool:
 
 
 def explain(error: ValidationError, root: Mapping[str, Any]) -> list[Mistake]:
-    """All mistakes that made `RunConfig` refuse the container `root`."""
-    return list(_mistakes(error, RunConfig, (), root))
+    """All mistakes that made `RunConfig` refuse the container `root`. Where a word or a number may stand, one out of bounds is
+    one mistake."""
+    found = list(_mistakes(error, RunConfig, (), root))
+    otherwise_wrong = {mistake.place for mistake in found if mistake.kind != "literal_error"}
+    return [mistake for mistake in found if mistake.kind != "literal_error" or mistake.place not in otherwise_wrong]
 
 
 def misplaced_containers(values: Any, annotation: Any = RunConfig, place: Place = ()) -> Iterator[ConfigProblem]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from telescope.maths.memory import Checkpointing, ModelShape, layers_again
+from telescope.maths.memory import ModelShape
 
 
 class TrainingWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,13 +78,3 @@ def peak_of(card: str) -> float | None:
 def forward_flops_per_token(shape: ModelShape, context: float = 0.0) -> float:
     """2 a weight, and attention's products with `context` tokens of keys and values: 4 · layers · query width · context."""
     return 2.0 * shape.computing_parameters + 4.0 * shape.layers * shape.query * context
-
-
-def train_flops_per_token(
-    shape: ModelShape, mean_length: float, *, checkpointing: Checkpointing, checkpointed_layers: int | None = None
-) -> float:
-    """Forward once (twice with full checkpointing: all but the head; of some layers, their share) and backward twice; a causal
-    sample of L tokens looks back at L/2 on average."""
-    forward = forward_flops_per_token(shape, mean_length / 2)
-    again = 0 if checkpointing == "selective" else layers_again(shape.layers, checkpointing, checkpointed_layers)
-    return forward * (3 + again / shape.layers)

@@ -13,11 +13,8 @@ import msgspec
 
 from telescope.maths.flops import TrainingWork
 from telescope.maths.memory import Checkpointing, layers_again
+from telescope.maths.row_times import COMPILED_LAYER_S, EAGER_AGAIN_S
 
-LAYER_S, AGAIN_S = 4.3e-3, 12.5e-3
-"""Of the host for a row, a layer: without checkpointing, and where a layer is computed again (selective was not measured, and
-is taken as full). By rows of 4,096 tokens of 28 layers on an H200's host: 121 ms, compiled, and 350 ms
-(benchmarks/results/training.md)."""
 REACHED, REACHED_AGAIN = 0.4, 0.3
 """MFU of rows that are long enough: 40 to 50 % without full checkpointing, 24 to 32 % with it (the same)."""
 WORTH = 1.1
@@ -71,7 +68,7 @@ def short_rows(
     of one card; `fits`: whether rows of so many tokens do.
     """
     again = layers_again(layers, checkpointing, checkpointed_layers)
-    host_s = again * AGAIN_S + (layers - again) * LAYER_S
+    host_s = again * EAGER_AGAIN_S + (layers - again) * COMPILED_LAYER_S
     slower = 0.0 if checkpointing == "selective" else again / layers
     share = 1 / (slower / REACHED_AGAIN + (1 - slower) / REACHED)
 

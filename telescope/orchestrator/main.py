@@ -329,7 +329,7 @@ def _make_recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
         max_tokens=config.rollout.max_tokens,
         minibatches=config.trainer.number_of_minibatches,
         epochs=config.trainer.epochs_per_batch,
-        seq_len=config.trainer.seq_len,
+        seq_len=config.trainer.row_tokens,
         truncates=config.trainer.overlong == "truncate",
         seed=config.seed,
         ranks_a_shard=config.backend.ranks_a_shard,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from telescope.maths.flops import forward_flops_per_token, train_flops_per_token
+from telescope.maths.flops import forward_flops_per_token
 from telescope.maths.memory import (
     Checkpointing,
     ModelShape,
@@ -16,6 +16,7 @@ from telescope.maths.memory import (
     Optimizer,
     moment_bytes,
 )
+from telescope.maths.row_times import READ_SHARE, RowTime, time_row
 from telescope.planning.latencies import Distribution, EngineTimes, Latencies, constant
 from telescope.weights.base import TransportCost
 
@@ -39,14 +40,10 @@ CARDS = {
     "h200": GpuCard(name="H200", memory=140 * GIB, flops=989e12, bandwidth=4.8e12, link=450e9),
 }
 
-READ_SHARE = 0.9
-"""Of the memory's bandwidth, when weights and KV cache are read."""
 PREFILL_SHARE = 0.5
 """Of the peak operations, when prompts are read."""
 DECODE_SHARE = 0.6
 """Of the peak operations, in the products of a decode step."""
-TRAIN_SHARE = 0.14
-"""Of the peak operations, in training: measured on one H200 with a 0.6B model, with and without checkpointing."""
 LINK_SHARE = 0.7
 """Of the links' bandwidth, in collectives of the trainer."""
 BUS_S = 50e9
@@ -68,12 +65,15 @@ class PlannedWork(msgspec.Struct, frozen=True, kw_only=True):
     shape: ModelShape
     completion_tokens: Distribution
     prompt_tokens: Distribution
-    row_tokens: int
+    row_tokens: float
+    """Of a packed row, a rank's part: what it has of samples, not what it has room for."""
     ranks: int
     kv_tokens: float
     max_seqs: int
     checkpointing: Checkpointing = True
     checkpointed_layers: int | None = None
+    compiled: bool = False
+    adapters: bool = False
     replicas: int = 1
     optimizer: Optimizer = "adamw"
     offload: Offload = "none"
@@ -92,7 +92,7 @@ class PlannedWork(msgspec.Struct, frozen=True, kw_only=True):
 
 def derive_latencies(card: GpuCard, work: PlannedWork) -> Latencies:
     """Uncalibrated times of one server and one rank on this card."""
-    shape, length = work.shape, work.prompt_tokens.mean + work.completion_tokens.mean
+    shape = work.shape
     weights = shape.parameters * work.compute_bytes
     read = card.bandwidth * READ_SHARE * work.parallel
     flops = card.flops * work.parallel
@@ -104,10 +104,7 @@ def derive_latencies(card: GpuCard, work: PlannedWork) -> Latencies:
         kv_tokens=max(1.0, work.kv_tokens),
         max_seqs=work.max_seqs,
     )
-    trained = train_flops_per_token(
-        shape, length, checkpointing=work.checkpointing, checkpointed_layers=work.checkpointed_layers
-    )  # fmt: skip
-    train_token_s = trained / (card.flops * TRAIN_SHARE)
+    row_s = time_planned_row(card, work).seconds + _collectives_s(card, work) + _bus_s(work)
     return Latencies(
         prompt_tokens=work.prompt_tokens,
         completion_tokens=work.completion_tokens,
@@ -115,9 +112,24 @@ def derive_latencies(card: GpuCard, work: PlannedWork) -> Latencies:
         request_s=0.005,
         reward_s=constant(0.02),
         train_step_s=TRAIN_OVERHEAD_S + work.updates * _optimizer_s(card, work),
-        train_token_s=work.epochs * (train_token_s + (_collectives_s(card, work) + _bus_s(work)) / work.row_tokens),
+        train_token_s=work.epochs * row_s / work.row_tokens,
         sync_s=work.sending.fixed_s + work.sent_share * weights / work.sending.bytes_s,
         pause_s=work.sending.pause_s,
+    )
+
+
+def time_planned_row(card: GpuCard, work: PlannedWork) -> RowTime:
+    """Of a rank's part of a row, without what ranks send each other."""
+    return time_row(
+        work.shape,
+        tokens=work.row_tokens,
+        length=work.prompt_tokens.mean + work.completion_tokens.mean,
+        flops=card.flops,
+        bandwidth=card.bandwidth,
+        compiled=work.compiled,
+        checkpointing=work.checkpointing,
+        checkpointed_layers=work.checkpointed_layers,
+        frozen=work.adapters,
     )
 
 

@@ -21,7 +21,7 @@ from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows
 from telescope.orchestrator.main import make_flow_settings
 from telescope.planning.calibration import Calibration
 from telescope.planning.cards import GpuCard, PlannedWork, derive_latencies
-from telescope.planning.latencies import Latencies, lognormal
+from telescope.planning.latencies import Distribution, Latencies, lognormal
 from telescope.planning.memory import (
     PlanRefused,
     divide,
@@ -68,22 +68,25 @@ def kv_tokens(config: RunConfig, shape: ModelShape | None, card: GpuCard | None)
 
 def assume_latencies(config: RunConfig, shape: ModelShape, card: GpuCard, completion_tokens: float | None = None) -> Latencies:
     """Uncalibrated latencies on this card, for log-normal completions of this mean (default: 0.4 of max_tokens)."""
-    most = config.rollout.max_tokens
-    mean = completion_tokens or MEAN_SHARE * most
+    most, longest = config.rollout.max_tokens, config.inference.max_model_len
+    completions = lognormal(completion_tokens or max(1.0, MEAN_SHARE * most), SIGMA, most)
+    prompts = lognormal(min(PROMPT_TOKENS, longest / 4), 0.3, longest)
     backend = config.backend
-    common = ("gradient_checkpointing", "mixed_precision_dtype")
+    common = ("gradient_checkpointing", "mixed_precision_dtype", "compile")
     alike = {name: getattr(backend, name) for name in common if hasattr(backend, name)}
     fsdp = backend if isinstance(backend, FSDP) else FSDP(**alike)
     work = PlannedWork(
         shape=shape,
-        completion_tokens=lognormal(mean, SIGMA, most),
-        prompt_tokens=lognormal(min(PROMPT_TOKENS, config.inference.max_model_len / 4), 0.3, config.inference.max_model_len),
-        row_tokens=config.trainer.seq_len // config.backend.ranks_a_row,
+        completion_tokens=completions,
+        prompt_tokens=prompts,
+        row_tokens=pack_step(config, prompts, completions).row_tokens / backend.ranks_a_shard,
         ranks=config.cluster.trainer_num_workers,
         kv_tokens=kv_tokens(config, shape, card),
         max_seqs=max_seqs(config, "gpu"),
-        checkpointing=fsdp.gradient_checkpointing,
+        checkpointing=fsdp.checkpointing,
         checkpointed_layers=fsdp.checkpointed_layers,
+        compiled=fsdp.compiles,
+        adapters=config.model.lora is not None,
         compute_bytes=BYTES[fsdp.mixed_precision_dtype or config.model.dtype],
         weight_bytes=BYTES[config.model.dtype],
         replicas=fsdp.replicas,
@@ -127,20 +130,32 @@ def forecast(config: RunConfig, latencies: Latencies) -> SimulatedRun:
     return simulate(msgspec.structs.replace(settings, number_of_steps=steps), cluster_of(config), latencies)
 
 
-def rows_a_rank(config: RunConfig, latencies: Latencies) -> int:
-    """Packed rows of the fullest rank for a batch of lengths drawn evenly from the load; ranks that share rows are one."""
+class PackedStep(msgspec.Struct, frozen=True):
+    """The rows of a step's batch on the fullest rank; ranks that share rows are one."""
+
+    rows: int
+    row_tokens: float
+    """Of samples, on average."""
+
+
+def pack_step(config: RunConfig, prompts: Distribution, completions: Distribution) -> PackedStep:
+    """For lengths drawn evenly from these distributions."""
     count = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
-    most = config.trainer.seq_len
+    most, cut = config.trainer.row_tokens, config.rollout.max_tokens
     shown = min(count, 2048)
     lengths = [
-        min(most, max(1, round(latencies.prompt_tokens.mean + latencies.completion_tokens.at((place + 0.5) / shown))))
-        for place in range(shown)
+        min(most, max(1, round(prompts.mean + min(cut, completions.at((place + 0.5) / shown))))) for place in range(shown)
     ]
     ranks = config.cluster.trainer_num_workers // config.backend.ranks_a_shard
     if count > shown:
-        return -(-count * round(sum(lengths) / shown) // (ranks * most))
+        tokens = count * sum(lengths) / shown / ranks
+        rows = -(-round(tokens) // most)
+        return PackedStep(rows, tokens / rows)
     shares = assign([float(length) for length in lengths], ranks)
-    return max(rows_needed([lengths[item] for item in share], seq_len=most) if share else 1 for share in shares)
+    held = [[lengths[item] for item in share] for share in shares if share]
+    packed = [(rows_needed(own, seq_len=most), sum(own)) for own in held]
+    rows, tokens = max(packed)
+    return PackedStep(rows, tokens / rows)
 
 
 def find_short_rows(config: RunConfig, latencies: Latencies, shape: ModelShape, card: GpuCard) -> ShortRows | None:

@@ -16,6 +16,8 @@ import msgspec
 
 QUANTILES = 100
 """Equal parts that a distribution is cut into."""
+HALVINGS = 60
+"""Of the range of a log-normal's median: its last one is as narrow as a float can tell."""
 _BITS = (1 << 64) - 1
 
 
@@ -65,13 +67,22 @@ def empirical(values: Sequence[float]) -> Distribution:
 
 
 def lognormal(mean: float, sigma: float, most: float) -> Distribution:
-    """Log-normal lengths, cut off at `most`: `mean` is that before the cut, `sigma` the standard deviation of the logarithm."""
-    if not mean > 0 or not sigma >= 0:
-        raise ValueError(f"mean={mean} must be above 0 and sigma={sigma} at least 0")
+    """Log-normal lengths between 1 and `most`, where longer ones end: `mean` is theirs as they end, `sigma` the standard
+    deviation of the logarithm before. With a mean of `most` all of them are as long. Raises ValueError for a mean below 1 or
+    above `most`."""
+    if not 1 <= mean <= most or not sigma >= 0:
+        raise ValueError(f"mean={mean} must lie between 1 and {most}, and sigma={sigma} be at least 0")
     normal = NormalDist()
-    middle = mean / exp(sigma * sigma / 2)
-    inner = [middle * exp(sigma * normal.inv_cdf((part + 0.5) / QUANTILES)) for part in range(QUANTILES)]
-    return Distribution(tuple(min(max(1.0, value), most) for value in inner))
+    spread = [exp(sigma * normal.inv_cdf((part + 0.5) / QUANTILES)) for part in range(QUANTILES)]
+
+    def around(middle: float) -> Distribution:
+        return Distribution(tuple(min(max(1.0, middle * value), most) for value in spread))
+
+    low, high = 0.0, most / spread[0]  # from where all are 1 to where all are cut
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if around(middle).mean < mean else (low, middle)
+    return around(high)
 
 
 class EngineTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from telescope.config.automatic import Decision, RankCard, Surroundings, decide
 from telescope.config.models import ModelCounts
 from telescope.config.run import RunConfig
 from telescope.inference.main import lanes
@@ -110,7 +111,7 @@ def check_memory(config: RunConfig, shape: ModelShape, card: GpuCard) -> None:
         raise PlanRefused(
             f"A trainer rank needs about {_gib(rank.needed)}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
             f"and moments {_gib(rank.weights + rank.gradients + rank.moments)} on cluster.trainer_num_workers={ranks}, "
-            f"activations {_gib(rank.kept)} at trainer.seq_len={config.trainer.seq_len:,}. {_remedy(config, shape, card)}"
+            f"activations {_gib(rank.kept)} at trainer.seq_len={config.trainer.row_tokens:,}. {_remedy(config, shape, card)}"
         )
 
 
@@ -164,8 +165,8 @@ def find_fewest_again(config: RunConfig, shape: ModelShape, room: int) -> dict[s
     known = type(backend).model_fields
     if "gradient_checkpointing" not in known:
         return None
-    now: bool | str = getattr(backend, "gradient_checkpointing", True)
-    ways = ("selective", "full") if now == "selective" else (now or "full",)
+    now = backend.checkpointing
+    ways: tuple[bool | str, ...] = ("selective", "full") if now == "selective" else (now or "full",)
     all_of_them: dict[str, bool | int | str | None] = {"checkpointed_layers": None} if "checkpointed_layers" in known else {}
     tried: list[dict[str, bool | int | str | None]] = [{"gradient_checkpointing": False, **all_of_them}]
     for way in ways:
@@ -277,6 +278,14 @@ def find_spare_memory(config: RunConfig, shape: ModelShape, card: GpuCard) -> Sp
     if again - fewest < SPARE_SHARE * shape.layers:
         return None
     return SpareMemory(needed=rank.needed, room=room, layers=shape.layers, again=again, fewest=fewest, settings=settings)
+
+
+def decide_for(config: RunConfig, shape: ModelShape | None, card: GpuCard) -> Decision:
+    """What `auto` becomes where ranks have cards of this kind. `shape`: None where nothing tells it."""
+    room = card.memory if shape is None else room_of(config, shape, card)
+    known = RankCard(name=card.name, room=room, flops=config.trainer.peak_flops or card.flops, bandwidth=card.bandwidth)
+    handed = served_bytes(config, gpu=True) if _hands_on_the_card(config) else 0
+    return decide(config, Surroundings(device="gpu", card=known, handed_bytes=handed))
 
 
 def divide(config: RunConfig, servers: int, ranks: int) -> RunConfig:

@@ -23,7 +23,7 @@ from telescope.planning.simulator import SimulatedRun
 
 def describe_rows(config: RunConfig, latencies: Latencies, rows: int) -> str:
     """How a batch of expected lengths is cut up."""
-    updates, seq_len = config.trainer.number_of_minibatches * config.trainer.epochs_per_batch, config.trainer.seq_len
+    updates, seq_len = config.trainer.number_of_minibatches * config.trainer.epochs_per_batch, config.trainer.row_tokens
     rollouts = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
     tokens = (
         latencies.prompt_tokens.mean

@@ -23,6 +23,7 @@ from telescope.config.sections import ClusterSettings
 from telescope.config.words import ConfigError
 from telescope.runlog.checkpoints import CheckpointUnreadable, Resume, read_resume, trainer_part
 from telescope.runlog.writer import RunLog
+from telescope.trainer.compiled_graphs import keep_graphs
 from telescope.trainer.gpu_share import CudaCard, GpuShare, NoRoomBeside
 from telescope.trainer.kept_batches import Keeper, last_word
 from telescope.trainer.service import OutOfOrder, SenderStuck, TrainerService
@@ -108,6 +109,8 @@ def live(place: ProcessContext, signals: ProcessSignals) -> int:
             link.progress(doing)
 
     resume = read_resume(place.directory)
+    if config.backend.compiles:
+        keep_graphs(os.environ)
     backend = config.backend.build(job(config, world, progress, resume))
     name = config.model.name  # its facts are those of what was loaded, all of which is there now
     model = None if config.backend_name == "fake" else read_model_facts(config.model, model_folder(name), weights=True)

@@ -117,7 +117,7 @@ DEFAULTS = {
     },
     TrainerSettings: {
         "learning_rate": 1e-6, "weight_decay": 0.0, "betas": (0.9, 0.999), "grad_clip": 1.0, "lr_scheduler": "constant",
-        "warmup_steps": 0, "min_lr_ratio": 0.0, "seq_len": 4096, "pad_to_multiple_of": 64, "entropy_chunk_size": 1024,
+        "warmup_steps": 0, "min_lr_ratio": 0.0, "pad_to_multiple_of": 64, "entropy_chunk_size": 1024,
     },
     RolloutSettings: {"group_size": 8, "min_group_size": 2, "temperature": 1.0, "max_tokens": 3700},
     InferenceSettings: {
@@ -135,6 +135,16 @@ DEFAULTS = {
 def test_class_defaults_are_those_of_the_source_design(settings):
     fields = settings.model_fields
     assert {name: fields[name].get_default(call_default_factory=True) for name in DEFAULTS[settings]} == DEFAULTS[settings]
+
+
+def test_what_auto_is_before_anybody_decides_is_the_source_designs_default():
+    """Rows of 4,096 tokens, not compiled, all layers computed again."""
+    for name in ("fsdp", "megatron"):
+        backend = compose_one("model=qwen2.5-3b", f"backend={name}").config.backend
+        assert (backend.compile, backend.gradient_checkpointing) == ("auto", "auto")
+        assert (backend.compiles, backend.checkpointing) == (False, True)
+    assert (TrainerSettings().seq_len, TrainerSettings().row_tokens) == ("auto", 4096)
+    assert TrainerSettings(pad_to_multiple_of=1000).row_tokens == 5000
 
 
 def test_one_gpu_splits_the_card_between_server_and_trainer_whatever_the_model():

@@ -58,6 +58,8 @@ def test_a_right_container_has_no_problems(container):
         ("algorithm", "slop", 1, "algorithm.slop=1: there is no such setting. Did you mean algorithm.slope?"),
         ("algorithm", "slope", 0, "algorithm.slope=0 must be above 0.0"),
         ("backend", "size", "big", "backend.size='big' must be a whole number"),
+        ("trainer", "seq_len", 4, "trainer.seq_len=4 must be at least 8"),
+        ("trainer", "seq_len", "long", "trainer.seq_len='long' must be auto or a whole number"),
         (
             "orchestrator",
             "group_size",
@@ -120,7 +122,10 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"inference": {"max_model_len": 8192}}, "inference.max_model_len=8192 must not be above trainer.seq_len=4096"),
+        (
+            {"inference": {"max_model_len": 8192}, "trainer": {"seq_len": 4096}},
+            "inference.max_model_len=8192 must not be above trainer.seq_len=4096",
+        ),
         (
             {"trainer": {"seq_len": 4100}},
             "trainer.seq_len=4100 must be a multiple of trainer.pad_to_multiple_of=64: set trainer.seq_len=4160",

@@ -251,6 +251,10 @@ def test_spreads_give_their_quantiles_and_means() -> None:
     assert spread.clipped(15).at(1) == 15
     assert lognormal(1000, 0.5, 1e9).mean == pytest.approx(1000, rel=0.02)
     assert lognormal(1000, 0.0, 1e9).at(0.3) == pytest.approx(1000)
+    assert [lognormal(mean, 0.8, 1024).mean for mean in (1, 400, 1000, 1024)] == pytest.approx([1, 400, 1000, 1024])
+    assert lognormal(1024, 0.8, 1024).at(0) == pytest.approx(1024)  # a mean of the limit is a length of all
+    with pytest.raises(ValueError, match="must lie between 1 and 1024"):
+        lognormal(1025, 0.8, 1024)
     with pytest.raises(ValueError, match="nothing was seen"):
         empirical([])
 

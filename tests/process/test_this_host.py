@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from telescope._launch.process_environment import make_child_environment
-from telescope._launch.this_host import find_compute_capability, inspect_this_host, list_driver_gpus
+from telescope._launch.this_host import (
+    find_compute_capability,
+    find_smallest_card,
+    has_compilers,
+    inspect_this_host,
+    list_driver_gpus,
+)
 from telescope.config.secrets import SecretMissing
 
 
@@ -94,6 +100,40 @@ def test_the_cards_compute_capability_is_told_where_they_are_alike(lines: str, m
     assert find_compute_capability() == major
 
 
-def test_without_nvidia_smi_the_compute_capability_is_not_known(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("lines", "card"),
+    [
+        ("143771 MiB, NVIDIA H200\\n81559 MiB, NVIDIA H100 80GB HBM3\\n", ("NVIDIA H100 80GB HBM3", 81_559 << 20)),
+        ("[N/A], NVIDIA GB10\\n", None),
+    ],
+)
+def test_the_card_with_least_memory_is_told(lines: str, card, tmp_path: Path, monkeypatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ntest \"$1\" = --query-gpu=memory.total,name && printf '{lines}'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert find_smallest_card() == card
+
+
+def test_without_nvidia_smi_nothing_is_known_of_the_cards(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_compute_capability() is None
+    assert find_smallest_card() is None
+
+
+def test_compilers_are_those_of_the_path_or_of_cc_and_cxx(tmp_path: Path, monkeypatch) -> None:
+    include = tmp_path / "include"
+    include.mkdir()
+    (include / "Python.h").touch()
+    monkeypatch.setattr("telescope._launch.this_host.sysconfig.get_path", lambda name: str(include))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    assert not has_compilers()
+    for name in ("gcc", "own-c++"):
+        (tmp_path / name).touch(mode=0o755)
+    assert not has_compilers()
+    monkeypatch.setenv("CXX", "own-c++")
+    assert has_compilers()
+    (include / "Python.h").unlink()
+    assert not has_compilers()

@@ -190,13 +190,13 @@ class SteppingBackend:
         trainer = self._job.trainer
         self._refuse_long(max((item.length for item in shard.items), default=0))
         shares = self._shares_prefixes
-        needed = shards.rows_needed(shard, seq_len=trainer.seq_len, share_prefixes=shares)
+        needed = shards.rows_needed(shard, seq_len=trainer.row_tokens, share_prefixes=shares)
         counts = torch.tensor(needed, device=self._device)
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         rows = [max(count, 1) for count in counts.tolist()]
         plans = shards.pack(
             shard,
-            seq_len=trainer.seq_len,
+            seq_len=trainer.row_tokens,
             multiple=trainer.pad_to_multiple_of,
             rows=rows,
             attention_length=self.attention_length,

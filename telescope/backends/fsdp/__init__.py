@@ -5,7 +5,7 @@ Owns the backend's settings. Torch is imported in `build()`, so that a configura
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 
 class FSDP(BackendSettings):
     trains_adapters: ClassVar[bool] = True
+    compiles_layers: ClassVar[bool] = True
 
     mixed_precision_dtype: Literal["bfloat16", "float16", "float32"] | None = "bfloat16"
     """Precision of forward and backward; gradients are reduced over ranks in float32; they are added up, and
     weights updated, in model.dtype. null: that of the weights themselves."""
-    gradient_checkpointing: bool | Literal["full", "selective"] = True
+    gradient_checkpointing: bool | Literal["auto", "full", "selective"] = "auto"
     """true, full: keep only each layer's input and compute the layer again in the backward pass: least memory, about a third
     more time. selective: keep the results of matrix products and attention too, and compute again what is between them; with
-    compile=true those of attention alone. false: keep everything."""
+    compile=true those of attention alone. false: keep everything. auto: true, and on a GPU of known memory the fastest that
+    fits, in as few layers as it takes; decided once, where the run starts."""
     checkpointed_layers: int | None = Field(default=None, ge=1)
     """So many layers, the first ones, do as gradient_checkpointing says, and the others keep everything: memory for time, layer
     by layer. null: all of them. `python -m telescope plan` names the smallest number that fits."""
@@ -58,9 +60,9 @@ class FSDP(BackendSettings):
     optimizer: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
     """adamw_8bit: moments of a byte each. muon: orthogonalised momentum for the layers' matrices, adamw for all else. sgd: the
     plain step, learning_rate times the gradient, without moments (trainer.betas mean nothing to it)."""
-    compile: bool = False
-    """Compile each layer (torch.compile), without its attention: fewer passes over memory, and a minute or so at first.
-    Needs a C++ compiler on the host."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each layer (torch.compile), without its attention: fewer passes over memory, and a minute or so at the first
+    start. Needs a C++ compiler on the host. auto: false, and true on a GPU where it is known to be faster."""
     recompute_pointwise: bool = True
     """Of compiled layers that keep everything: compute the outputs of norms, and the MLP's up times its activated gate, again
     in the backward pass. No matrix product is computed twice; 23 % of a Qwen3-0.6B layer's activations less, 27 % of 4B's, at
@@ -71,8 +73,18 @@ class FSDP(BackendSettings):
     def pointwise_again(self, layers: int) -> bool:
         """Whether `recompute_pointwise` means something for a model of so many layers: some are compiled and keep everything.
         Where all compute again anyway nothing would be saved, and pointwise operations would run a third time."""
-        again = layers_again(layers, self.gradient_checkpointing, self.checkpointed_layers)
-        return self.recompute_pointwise and self.compile and again < layers
+        again = layers_again(layers, self.checkpointing, self.checkpointed_layers)
+        return self.recompute_pointwise and self.compiles and again < layers
+
+    def checkpointing_choices(self, layers: int) -> Iterator[Mapping[str, bool | str | int]]:
+        """See `BackendSettings.checkpointing_choices`."""
+        if self.checkpointed_layers is not None:
+            yield {"gradient_checkpointing": "full"}
+            return
+        yield {"gradient_checkpointing": False}
+        for way in ("selective", "full"):
+            yield from ({"gradient_checkpointing": way, "checkpointed_layers": number} for number in range(1, layers))
+            yield {"gradient_checkpointing": way}
 
     @property
     def ranks_a_shard(self) -> int:
@@ -132,7 +144,7 @@ class FSDP(BackendSettings):
                 f"backend.share_prefixes=true and backend.context_parallel_size={self.context_parallel_size} do not go "
                 "together: ranks that share a row cut it by place; set share_prefixes=false"
             )
-        if self.compile and self.attention == "flex":
+        if self.compiles and self.attention == "flex":
             yield "backend.compile=true leaves attention out, and attention=flex is compiled itself: set flash or sdpa"
 
     def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:

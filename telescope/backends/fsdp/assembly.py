@@ -30,9 +30,9 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     lm, checkpoint = loading.outline(job.model, kind, master)
     check_rotations(lm.config, type(lm).__name__, job)
     experts.choose(lm, computing)
-    kept = recompute.mode(settings.gradient_checkpointing)
+    kept = recompute.mode(settings.checkpointing)
     recompute.enable(lm, kept, settings.checkpointed_layers)
-    if settings.compile:
+    if settings.compiles:
         compiling.compile_layers(lm, kind, pointwise_again=settings.pointwise_again(len(lm.get_decoder().layers)))
     policy = Policy(lm, kind, spread.context)
     policy.routers = routers.watched(lm, job.world.device)
@@ -62,7 +62,7 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
         str(computing).removeprefix("torch."),
         kernels.WORDS[kind],
         kept if settings.checkpointed_layers is None else f"{kept} in the first {settings.checkpointed_layers} layers",
-        ", layers compiled" if settings.compile else "",
+        ", layers compiled" if settings.compiles else "",
     )
     return policy
 

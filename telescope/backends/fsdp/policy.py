@@ -222,7 +222,7 @@ class Policy(nn.Module):
                 "another model.name, or set another backend.attention (sdpa works everywhere)"
             ) from error
         alone = self(self._sample_row([second], device, temperature), 16, whole_logits=True)[0]
-        look = self._look(second, device, temperature, job.trainer.seq_len)
+        look = self._look(second, device, temperature, job.trainer.row_tokens)
         apart = self._distance_of_shared(first, second, other, device, temperature) if shares_prefixes else 0.0
         self.free_gathered()
         name = type(self.lm).__name__

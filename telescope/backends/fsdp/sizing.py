@@ -36,7 +36,7 @@ def rank_memory(
     A row that one sample can fill is planned for that sample: with a long one beside others attention's results are there
     twice, another 3 to 4 % where all activations are kept.
     """
-    rows = seq_len or trainer.seq_len
+    rows = seq_len or trainer.row_tokens
     return trainer_memory(
         shape,
         ranks=ranks // settings.replicas,
@@ -44,14 +44,14 @@ def rank_memory(
         chunk=trainer.entropy_chunk_size,
         weight_bytes=BYTES[model.dtype],
         compute_bytes=BYTES[settings.mixed_precision_dtype or model.dtype],
-        checkpointing=settings.gradient_checkpointing,
+        checkpointing=settings.checkpointing,
         checkpointed_layers=settings.checkpointed_layers,
         reshard=settings.reshard_after_forward,
         optimizer=settings.optimizer,
         offload=settings.offload,
         reference=reference,
         handed_bytes=handed_bytes,
-        compiled=settings.compile,
+        compiled=settings.compiles,
         pointwise_again=settings.recompute_pointwise,
         joined=settings.attention in ("auto", "cudnn") and LONG <= longest < rows,
         adapters=None if model.lora is None else adapters(model.lora),
@@ -85,12 +85,12 @@ def too_short(
     return short_rows(
         work,
         layers=shape.layers,
-        seq_len=trainer.seq_len,
+        seq_len=trainer.row_tokens,
         ranks_a_row=settings.ranks_a_shard,
         length=length,
         tokens=tokens * settings.ranks_a_shard / ranks,
         peak=peak,
-        checkpointing=settings.gradient_checkpointing,
+        checkpointing=settings.checkpointing,
         checkpointed_layers=settings.checkpointed_layers,
         fits=lambda row: row % trainer.pad_to_multiple_of == 0 and fits(row),
     )
@@ -109,7 +109,7 @@ def remark(settings: FSDP, job: Job, architecture: Mapping[str, Any], peak: floa
         shape = shape_from(architecture)
     except ValueError:
         return None
-    length = min(float(trainer.seq_len), MEAN_SHARE * job.max_tokens + PROMPT_TOKENS)
+    length = min(float(trainer.row_tokens), MEAN_SHARE * job.max_tokens + PROMPT_TOKENS)
     beside = 2 if world.memory_share < 1 and model.lora is None else 0  # the version handed to the server on the card
 
     def fits(row: int) -> bool:

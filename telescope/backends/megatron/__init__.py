@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -96,9 +96,10 @@ class Megatron(BackendSettings):
     mixed_precision_dtype: Literal["bfloat16", "float16", "float32"] | None = "bfloat16"
     """Precision of forward and backward. Weights that are updated stay in model.dtype beside those that compute. null: that of
     the weights themselves."""
-    gradient_checkpointing: bool | Literal["full", "selective"] = True
+    gradient_checkpointing: bool | Literal["auto", "full", "selective"] = "auto"
     """true, full: keep only each layer's input and compute the layer again in the backward pass: least memory, about a third
-    more time. selective: keep the results of matrix products and attention too. false: keep everything."""
+    more time. selective: keep the results of matrix products and attention too. false: keep everything. auto: true, and on a
+    GPU of known memory the fastest that fits; decided once, where the run starts."""
     attention: Literal["auto", "flash", "flash3", "cudnn", "flash2", "varlen", "flex", "sdpa"] = "auto"
     """Kernel of the attention within each packed sample. auto: the first of flash3, cudnn, flash2, varlen, flex and sdpa that
     works here; flash: the first of flash3, flash2 and varlen. All but flex and sdpa compute in half precision on a GPU."""
@@ -120,9 +121,9 @@ class Megatron(BackendSettings):
     gradient_accumulation_fusion: bool = False
     """Let the products of Transformer Engine add to the sums of gradients themselves: fewer passes over memory. Not with
     overlap_grad_reduce."""
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
     """Compile the rotation of queries and keys, and without Transformer Engine the norms (torch.compile): fewer passes over
-    memory, and some seconds at first. Needs a C++ compiler on the host."""
+    memory, and some seconds at first. Needs a C++ compiler on the host. auto: true where the host has one."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Until a rank that waits for the others, at the start or in a collective, gives up with an error."""
 
@@ -138,6 +139,13 @@ class Megatron(BackendSettings):
     @property
     def ranks_a_row(self) -> int:
         return self.context_parallel_size
+
+    def checkpointing_choices(self, layers: int) -> Iterator[Mapping[str, bool | str | int]]:
+        """See `BackendSettings.checkpointing_choices`. Layers of Transformer Engine can't keep their products."""
+        yield {"gradient_checkpointing": False}
+        if not self._wants_engine():
+            yield {"gradient_checkpointing": "selective"}
+        yield {"gradient_checkpointing": True}
 
     def spreads_sequence(self) -> bool:
         """`sequence_parallel` with `auto` decided."""

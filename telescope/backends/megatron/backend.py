@@ -85,7 +85,7 @@ class MegatronBackend(SteppingBackend):
         facts, laps = known.facts, settings.virtual_pipeline_size
         held = self._parallel = self._join_ranks(settings, facts)
         layout = cut_layers(facts.layers, held.stages, laps, head=known.head_layers, tied=facts.tied)
-        modules = engine_modules() if engine else own_modules(settings.compile)
+        modules = engine_modules() if engine else own_modules(settings.compiles)
         self._table = TensorMap(
             facts, known.shapes, held.tensor_rank, held.tensor_size, held.experts.rank, held.experts.size,
             norm_enters=modules.norm_enters,

@@ -69,7 +69,7 @@ class ParallelPolicy(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         facts = architecture.facts
-        self._layer_modules, self._compiled = modules, settings.compile
+        self._layer_modules, self._compiled = modules, settings.compiles
         self._block = FP8_BLOCK[settings.fp8_recipe] if settings.fp8 else 1
         self.config = core_config(architecture, settings, computing)
         self.kind: Kind = kind
@@ -77,7 +77,7 @@ class ParallelPolicy(nn.Module):
         self._parallel, self._device, self._computing = parallel, device, computing
         self._spread = bool(self.config.sequence_parallel)
         self._rotation = architecture.rotation.to(device)
-        kept = mode(settings.gradient_checkpointing)
+        kept = mode(settings.checkpointing)
         self._again: dict[str, Any] | None = None if kept == "none" else checkpoint_arguments(kept)
         group = parallel.tensor_group if parallel.tensor_size > 1 else None
         self._vocabulary = vocabulary.cut(facts.vocabulary, parallel.tensor_rank, parallel.tensor_size, group)
