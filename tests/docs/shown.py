@@ -19,7 +19,7 @@ PROGRAMS = (
 )
 """What is recorded in place of being run; all else in a command line is the shell's own or a tool of every machine."""
 _SHELL = re.compile(
-    rf"(?:#.*\n)*(?:\$ |[A-Z]+=\S+ )*(?:{'|'.join(map(re.escape, PROGRAMS))}|\.|bash|ls|cat|echo|export|mkdir)(?:\s|$)"
+    rf"(?:#.*\n)*(?:\$ |[A-Z_]+=\S+ )*(?:{'|'.join(map(re.escape, PROGRAMS))}|\.|bash|ls|cat|echo|export|mkdir)(?:\s|$)"
 )
 _FENCE = re.compile(r" {0,3}```(\w*)$")
 _ITEM = re.compile(r"\s*(?:[-*]|\d+\.) ")
