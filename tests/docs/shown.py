@@ -152,7 +152,7 @@ def call(page: Path, folder: Path, python: str) -> tuple[list[Called], str]:
     script = "".join(
         f"export {_AT}={block}\ncd {folder}\n{command_lines(block)}" for block in blocks(page) if block.language == "shell"
     )
-    environ = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "HOME": str(folder), "RANK": "0"}
+    environ = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "HOME": str(folder), "PYTHONPATH": str(ROOT), "RANK": "0"}
     ended = subprocess.run(
         [shutil.which("bash") or "bash", "-eu", "-c", script],
         cwd=folder,
