@@ -29,7 +29,7 @@ HEAD = """\
 
 def script(*arguments: str, given: str = "") -> str:
     """What scripts/_requirements.py prints."""
-    command = [sys.executable, ROOT / "scripts" / "_requirements.py", *arguments]
+    command = [sys.executable, str(ROOT / "scripts" / "_requirements.py"), *arguments]
     return subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout
 
 
