@@ -86,12 +86,15 @@ class UnblockedStream(io.TextIOBase):
                 if self._taken != taken:
                     taken, since = self._taken, time.monotonic()
 
+    def end(self) -> None:
+        """Drain it, and let its thread and its descriptor go: what is written later is left out."""
+        self.drain()
+        with self._changed:
+            self._gone = True
+            self._changed.notify_all()
+
     def _write_all(self) -> None:
-        while not self._gone:
-            with self._changed:
-                while not self._waiting:
-                    self._changed.wait()
-                data = self._waiting.popleft()
+        while data := self._next():
             self._write_part_by_part(data)
             with self._changed:
                 told = self._untold if not self._waiting else 0
@@ -101,6 +104,14 @@ class UnblockedStream(io.TextIOBase):
                     self._waiting_bytes += len(self._waiting[0])
                     self._untold = 0
                 self._changed.notify_all()
+        os.close(self._descriptor)
+
+    def _next(self) -> bytes:
+        """What is to be written; empty when nothing is any more."""
+        with self._changed:
+            while not self._waiting and not self._gone:
+                self._changed.wait()
+            return b"" if self._gone else self._waiting.popleft()
 
     def _write_part_by_part(self, data: bytes) -> None:
         while data:

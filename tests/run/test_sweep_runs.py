@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,17 @@ def test_a_point_that_fails_stops_no_other_and_all_are_told(tmp_path: Path):
     said = done.stdout + done.stderr
     failures = said[said.index("2 of 4 points failed:") :].splitlines()[1:3]
     assert ["the scales are broken" in line for line in failures] == [True, True]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("point ") and "of 4)" in line]
+    assert [line.partition(")")[0] for line in lines] == [f"point {number} ({number + 1} of 4" for number in range(4)]
+    assert done.stderr.splitlines()[: len(lines)] == lines, "what a point prints is in its own file"
+    assert done.stdout == ""
+    assert re.fullmatch(
+        r"point 0 \(1 of 4\)  environments.odd.kwargs.fails=false seed=1  reward .* \(n=\d+\) in \d:\d\d", lines[0]
+    )
+    assert "the scales are broken" in lines[2]
+    logs = sorted((tmp_path / "sweep").glob("*.log"))
+    assert [log.stem for log in logs] == [path.name for path in sorted((tmp_path / "sweep").iterdir()) if path.is_dir()]
+    assert all("run directory: " in log.read_text() for log in logs)
     runs = [RunDirectory(path) for path in sorted((tmp_path / "sweep").iterdir()) if path.is_dir()]
     assert [run.path.name for run in runs] == [
         *("000_fails-false_seed-1", "001_fails-false_seed-2", "002_fails-true_seed-1", "003_fails-true_seed-2")
