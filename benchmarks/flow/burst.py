@@ -182,7 +182,7 @@ async def orchestrate(folder: Path, given: argparse.Namespace) -> list[dict[str,
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
     recorder, peers = Recorder(run, log, None, given.waves), Peers.from_config(settings.cluster)
     hub = await Hub.open(run, run=RUN, attempt=ATTEMPT, config_hash=CONFIG)
-    recipe = Recipe(settings.algorithm, GROUP, given.tokens, seq_len=settings.trainer.seq_len)
+    recipe = Recipe(settings.algorithm, GROUP, given.tokens, seq_len=settings.trainer.row_tokens)
     orchestrator = Orchestrator(
         settings, hub=hub, core=Core(make_flow_settings(settings)), peers=peers,
         servers=FencedServers(SupervisorChannel(), hub, peers, 0), journal=journal, recorder=recorder,
