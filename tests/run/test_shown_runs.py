@@ -77,7 +77,7 @@ def test_a_run_whose_rewards_are_all_equal(start: Start, tmp_path: Path, capsys:
     assert told["advice"][0]["rule"] == "too hard"
     groups = told["groups"]
     assert groups["discarded"] == groups["discarded_all_zero"] == groups["complete"] > 100
-    assert told["advice"][0]["command"].endswith("rollout.group_size=8")
+    assert told["advice"][0]["command"] == f"telescope env check hopeless --config-dir {tmp_path / 'mine'}"
     assert len(told["wrong"]) == 5
     assert told["right"] == []
 
