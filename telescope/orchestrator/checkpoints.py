@@ -101,8 +101,8 @@ class CheckpointCoordinator:
         self._save: _Save | None = None
         self._events: list[events.AnyEvent] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.can_go_on = False
-        """Whether the latest save has all that a run goes on from."""
+        self._weights_alone: int | None = None
+        """The step of the latest save, where that has nothing else."""
 
     @property
     def doing(self) -> str:
@@ -112,6 +112,11 @@ class CheckpointCoordinator:
     def stalled(self) -> frozenset[str]:
         """Ranks that copy their state off, and hear nothing meanwhile. A save that is given up excuses nobody."""
         return frozenset(self._save.stalled) if self._save is not None else frozenset()
+
+    def can_go_on(self, step: int) -> bool:
+        """Whether the complete checkpoint of this step, of this attempt or the one that it began with, has all that a run goes
+        on from."""
+        return step != self._weights_alone
 
     def begin(self, step: int, state: OrchestratorState, now: float) -> None:
         """Order the ranks to write, and write `state` from a thread. `now`: monotonic seconds."""
@@ -264,7 +269,7 @@ class CheckpointCoordinator:
             checkpoints.discard(save.folder)
             self._give_up(save, f"it could not be completed: {error}")
             return
-        self._save, self.can_go_on = None, save.training_state
+        self._save, self._weights_alone = None, None if save.training_state else save.step
         seconds = time.monotonic() - save.began
         log.info("checkpoint of step %d: %.1f MB in %.2f s", save.step, save.nbytes / 1e6, seconds)
         self._recorder.add_to_next_step({"checkpoint/seconds": seconds, "checkpoint/bytes": float(save.nbytes)})

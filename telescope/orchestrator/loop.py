@@ -184,7 +184,7 @@ class Orchestrator:
             remedy = self.checkpoints.describe_remedy(lost, str(self._config.run_dir))
             return RunOutcome(False, f"{stop.reason}. {remedy}", self._exit_code or ERROR, lost)
         code = 0 if stop.ok else self._exit_code or COMPONENT_FAILED
-        goes_on = bool(stop.checkpoint) and self.checkpoints.can_go_on
+        goes_on = bool(stop.checkpoint) and self.checkpoints.can_go_on(stop.checkpoint)
         return RunOutcome(stop.ok, stop.reason, STOPPED if goes_on and code > 128 else code)
 
     @property

@@ -337,7 +337,8 @@ def save_by(folder: Path, part: saved_state.OrchestratorState, leaving: Any, rul
     for rank in RANKS:
         say(coordinator, rank, CheckpointWritten(1, 500, 0.5))
     assert end_of(coordinator) == [events.CheckpointDone(1)]
-    assert orders == {checkpoints.read(checkpoints.find(folder)).training_state} == {coordinator.can_go_on}
+    assert orders == {checkpoints.read(checkpoints.find(folder)).training_state} == {coordinator.can_go_on(1)}
+    assert coordinator.can_go_on(0)  # the one that the attempt began with has all
     return listener
 
 
