@@ -58,6 +58,8 @@ from telescope.wire.supervisor_channel import OrchestratorChannel
 T = TypeVar("T")
 
 DISPLAY_S = 0.5
+STOPPING = "Stopping:"
+"""How the sentence begins that says that the run was told to stop."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,7 @@ class Supervisor:
         """The time is nearly up: a stop like after Ctrl-C, with more time and another reason."""
         if self.phase is ShutdownPhase.RUNNING and not self.warned:
             self.warned = True
-            self.console.say(f"Stopping: {self.batch_system.warned_of}.")
+            self.console.say(f"{STOPPING} {self.batch_system.warned_of}.")
             self.channel.tell_stop(self.batch_system.warned_of, failed=False)
             self.ask_orchestrator(self.batch_system.stop_s)
 
@@ -312,7 +314,7 @@ class Supervisor:
             self.kill_all()
         elif self.phase is ShutdownPhase.RUNNING:
             saves = " the step under way, saves it" if self.plan.save_s else ""
-            self.console.say(f"Stopping: the orchestrator finishes{saves} and tells the others. Ctrl-C again kills at once.")
+            self.console.say(f"{STOPPING} the orchestrator finishes{saves} and tells the others. Ctrl-C again kills at once.")
             # the same signal, so that its summary names it
             self.ask_orchestrator(self.timeouts.stop_s + self.plan.save_s, number)
         else:
@@ -559,7 +561,11 @@ class Supervisor:
         if self.cause or self.orchestrator_status != ERROR:
             return ""
         own = self.ask_files(lambda: read_own_sentence(self.directory, "orchestrator"), "")
-        return f"The orchestrator ended with an error of its own: {own.rstrip('.')}." if own else ""
+        own = own or f"it could not write down which (is the disk full?), and {self.directory.log('orchestrator')} may say"
+        return (
+            f"The orchestrator ended with an error of its own: {own.rstrip('.')}. What was trained since the latest complete "
+            "checkpoint is not saved."
+        )
 
     # ---- derived facts -----------------------------------------------------------------------------------------------
 
@@ -629,7 +635,9 @@ def choose_exit_code(cause: FailureCause | None, orchestrator: int | None, *, wa
     up; `interrupted`: the signal that the supervisor got."""
     if cause:
         return ERROR if cause.process == "orchestrator" and orchestrator == ERROR else COMPONENT_FAILED
-    if orchestrator == STOPPED or (warned and orchestrator != DONE):  # warned and done: it was so before it heard
+    if orchestrator == DONE:  # also where somebody told it to stop meanwhile
+        return DONE
+    if orchestrator == STOPPED or warned:
         return STOPPED
     return DONE if interrupted is None else 128 + interrupted
 

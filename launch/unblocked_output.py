@@ -63,7 +63,7 @@ class UnblockedStream(io.TextIOBase):
     def write(self, text: str) -> int:
         data = text.encode(self.encoding, "backslashreplace")
         with self._changed:
-            if self._gone:
+            if self._gone or not data:
                 return len(text)
             if self._waiting_bytes + len(data) > self._kept_bytes:
                 self.dropped += text.count("\n")
@@ -94,7 +94,7 @@ class UnblockedStream(io.TextIOBase):
             self._changed.notify_all()
 
     def _write_all(self) -> None:
-        while data := self._next():
+        while (data := self._next()) is not None:
             self._write_part_by_part(data)
             with self._changed:
                 told = self._untold if not self._waiting else 0
@@ -106,12 +106,12 @@ class UnblockedStream(io.TextIOBase):
                 self._changed.notify_all()
         os.close(self._descriptor)
 
-    def _next(self) -> bytes:
-        """What is to be written; empty when nothing is any more."""
+    def _next(self) -> bytes | None:
+        """What is to be written; None when nothing is any more."""
         with self._changed:
             while not self._waiting and not self._gone:
                 self._changed.wait()
-            return b"" if self._gone else self._waiting.popleft()
+            return None if self._gone else self._waiting.popleft()
 
     def _write_part_by_part(self, data: bytes) -> None:
         while data:

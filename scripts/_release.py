@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -67,6 +68,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="FOLDER", help="where to build (dist/)")
     parser.add_argument("--rehearse", action="store_true", help="build though the checkout is not ready for a release")
     asked = parser.parse_args(arguments)
+    if shutil.which("git") is None:
+        print("git is not installed: a release is made of a commit.", file=sys.stderr)
+        return 1
     obstacles = list_obstacles(ROOT)
     for sentence in obstacles:
         print(f"not ready: {sentence}", file=sys.stderr)

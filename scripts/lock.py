@@ -1,4 +1,4 @@
-"""Writes the lock files of both stacks, locks/cpu.txt and locks/gpu.txt: the exact version of every package that ./scripts/run
+"""Writes the lock files of both stacks, scripts/locks/cpu.txt and gpu.txt: the exact version of each package that ./scripts/run
 installs, for each Python and platform that Telescope allows. Needs `uv` on PATH (`pip install uv`) and a package index.
 
 python scripts/lock.py          brings both up to date with pyproject.toml, and keeps versions that still fit
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCKS = ROOT / "locks"
+LOCKS = ROOT / "scripts" / "locks"
 EXTRAS = {"cpu": "cpu,slurm", "gpu": "gpu,slurm"}
 """What scripts/_environment.sh installs of each stack."""
 OLDEST_PYTHON = "3.11"

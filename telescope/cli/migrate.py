@@ -12,10 +12,10 @@ import json
 import os
 import re
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from telescope.config.redaction import has_key_shape, is_secret_name
 from telescope.config.run import EVAL_NAME, RunConfig
 from telescope.config.secrets import find_missing, find_references, parse_reference
 from telescope.config.words import ConfigProblem, nearest, typed
+from telescope.runlog import temporary
 
 OK, FAILED, USAGE = 0, 1, 2
 SYSTEMS: tuple[System, ...] = ("older", "trl", "verl")
@@ -41,6 +42,8 @@ DEFAULTS: Mapping[System, Mapping[str, Any]] = {
 """Defaults of the others that are not ours and change what is trained, or how fast: a file that leaves them out means them."""
 EVAL_EVERY = 10
 """The older Telescope's steps between two evals, where an entry does not say."""
+MOST_BYTES, MOST_VALUES, MOST_LETTERS, MOST_INTEGER = 1_000_000, 10_000, 20_000, 10**18
+"""Of a file of settings, whoever wrote it; a system prompt is the longest text in one."""
 _CHOICES = ("algorithm", "backend")
 _ROUNDS = 16
 _SETTING = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)*")
@@ -105,6 +108,10 @@ def _yaml_file(text: str) -> Path:
 def read(file: Path) -> dict[str, Any]:
     """The settings of a file by their names, as OmegaConf reads YAML (`1e-6` is a number). Raises `MigrateError`."""
     try:
+        if file.is_fifo() or file.is_char_device() or file.is_socket():
+            raise MigrateError(f"{file} is not a file: name a file of settings")
+        if file.stat().st_size > MOST_BYTES:
+            raise MigrateError(f"{file} has more than {MOST_BYTES:,} bytes: it is not a file of settings")
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise MigrateError(f"{file} {NOT_TEXT}") from None
@@ -117,6 +124,8 @@ def read(file: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             kind = "a list" if isinstance(content, list) else "a single value"
             raise MigrateError(f"{file} holds {kind}: a file of settings has each as name: value")
+        for where, why in find_strange(content):
+            raise MigrateError(f"{file}: {where}: {why}")
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
@@ -125,10 +134,47 @@ def read(file: Path) -> dict[str, Any]:
         raise MigrateError(f"{file} is not YAML: it has characters that YAML does not allow") from None
     except OmegaConfBaseException as error:
         raise MigrateError(f"{file}: {error.full_key or 'a value'} can't be read: mend its ${{…}}, or take it out") from None
+    except ValueError as error:  # YAML's numbers and dates
+        raise MigrateError(f"{file} has a value that can't be read: {error}") from None
     except RecursionError:
         raise MigrateError(f"{file} is nested too deep, or an alias (*name) stands within what it stands for") from None
     assert isinstance(tree, dict)
     return {str(name): value for name, value in tree.items()}
+
+
+def find_strange(content: Any) -> Iterator[tuple[str, str]]:
+    """(Where, why) of what no setting can be, such as binary data; also of a file whose aliases stand for more than anyone
+    writes."""
+    waiting, met = [("", content)], 0
+    while waiting:
+        where, value = waiting.pop()
+        met += 1
+        if met > MOST_VALUES:
+            yield where, f"with its aliases (*name) the file has more than {MOST_VALUES:,} values"
+            return
+        if isinstance(value, dict):
+            for name, below in value.items():
+                if not isinstance(name, str | int | float | bool):
+                    yield where or "the file", f"{name!r} is the name of a setting: write a word"
+                waiting.append((f"{where}.{name}".lstrip("."), below))
+        elif isinstance(value, list):
+            waiting += [(f"{where}[{index}]", below) for index, below in enumerate(value)]
+        elif isinstance(value, str):
+            if len(value) > MOST_LETTERS or not _is_text(value):
+                yield where, f"it is longer than {MOST_LETTERS:,} letters, or has characters that are no text"
+        elif isinstance(value, int):
+            if abs(value) > MOST_INTEGER:
+                yield where, "it is too large a number for any setting"
+        elif value is not None and not isinstance(value, float | date):
+            yield where, f"it is of the kind {type(value).__name__}, which no setting is: write text or a number"
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def detect(tree: Mapping[str, Any], file: Path) -> System:
@@ -343,15 +389,15 @@ class Migration:
         """What a check says of the experiment beside the user's own presets and plug-ins."""
         text = self.render("")
         missing = find_missing([setting.value for setting in self.set_here.values()], environ)
-        with tempfile.TemporaryDirectory(prefix="telescope-migrate-") as folder:
-            experiment = Path(folder, "experiment", "migrated.yaml")
+        with temporary.open_folder() as folder:
+            experiment = folder.joinpath("experiment", "migrated.yaml")
             experiment.parent.mkdir()
             experiment.write_text(text, encoding="utf-8")
             for own in () if self.places.user is None else self.places.user.iterdir():
                 if own.name != "experiment":
-                    Path(folder, own.name).symlink_to(own.resolve())
+                    (folder / own.name).symlink_to(own.resolve())
             (point,) = load_points(
-                ("experiment=migrated",), places_for(folder), {**environ, **dict.fromkeys(missing, "set later")}
+                ("experiment=migrated",), places_for(str(folder)), {**environ, **dict.fromkeys(missing, "set later")}
             )
         return point.problems
 

@@ -35,14 +35,25 @@ class PointStream(io.TextIOBase):
         return len(text)
 
 
+def find_log(run_dir: Path) -> Path:
+    """Where the words of the point go that runs there."""
+    return run_dir.with_name(f"{run_dir.name}.log")
+
+
 @contextlib.contextmanager
-def keep_output(path: Path, show: Callable[[str], None]) -> Iterator[None]:
+def keep_output(path: Path, show: Callable[[str], None], say: Callable[[str], None]) -> Iterator[None]:
     """While the block runs, `sys.stdout` and `sys.stderr` append to the file, readable by its owner alone and without secrets.
-    Raises OSError where it can't be opened."""
+    Where it can't be opened, `say` is told so, and they stay as they are."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        say(f"{path} can't be written ({error.strerror}): what this point says is shown here.")
+        yield
+        return
     before, handlers = (sys.stdout, sys.stderr), tuple(logging.root.handlers)
     hidden = sys.stderr.hidden if isinstance(sys.stderr, RedactedStream) else frozenset[str]()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as opened:
+    with open(descriptor, "a", encoding="utf-8") as opened:
         file = UnblockedStream(opened)
         kept = RedactedStream(cast(TextIO, PointStream(file, show)), hidden)
         try:

@@ -229,6 +229,7 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
 def _sweep_all(orders: Sequence[RunOrder], points: Sequence[Point], sweep: Sweep) -> int:
     """The points of a sweep on this host, a line on the terminal each. Returns as `_run_all`."""
     from telescope._launch.progress import Console
+    from telescope.cli.sweep import list_swept
 
     console, failed, before = Console(sys.stderr, sys.stdout), OK, len(sweep.results)
     for warning in dict.fromkeys(warning for order in orders for warning in order.warnings):
@@ -237,7 +238,7 @@ def _sweep_all(orders: Sequence[RunOrder], points: Sequence[Point], sweep: Sweep
         kept_by_sweep, begun = _leaves_saves_to_sweep(order.config), time.monotonic()
         done = len(sweep.results)
         number = f"point {done} ({done - before + 1} of {len(orders)})" if len(orders) > 1 else f"point {done}"
-        with _quiet(order, console, f"{number}  {' '.join(point.swept)}"):
+        with _quiet(order, console, f"{number}  {list_swept(point.swept)}"):
             code = run_one(order, kept_by_sweep=kept_by_sweep)
         failed = failed or code
         result = sweep.ended(point.overrides, Path(str(order.config.run_dir)), code, point.swept)
@@ -250,14 +251,22 @@ def _sweep_all(orders: Sequence[RunOrder], points: Sequence[Point], sweep: Sweep
 
 
 def _quiet(order: RunOrder, console: Console, point: str) -> AbstractContextManager[None]:
-    """What a point prints goes to `FOLDER.log` beside its run directory, unless its logs or its whole summary are asked for."""
-    from telescope.cli.point_output import keep_output
+    """What a point prints goes to `FOLDER.log` beside its run directory, unless its logs or its whole summary are asked for.
+    The terminal hears all the same that it was told to stop."""
+    from telescope._launch.supervisor import STOPPING
+    from telescope.cli.point_output import find_log, keep_output
 
-    logging, folder = order.config.logging, Path(str(order.config.run_dir))
+    logging, live = order.config.logging, console.tty and order.config.logging.progress
     if logging.verbose or logging.log_to_console:
         return nullcontext()
-    show = console.live if console.tty and logging.progress else lambda line: None
-    return keep_output(folder.with_name(f"{folder.name}.log"), lambda line: show(f"{point} · {line}"))
+
+    def show(line: str) -> None:
+        if line.startswith(STOPPING):
+            console.say(line)
+        elif live:
+            console.live(f"{point} · {line}")
+
+    return keep_output(find_log(Path(str(order.config.run_dir))), show, console.say)
 
 
 class _NotStarted(Exception):

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from telescope._launch.progress import format_duration
+from telescope.cli.point_output import find_log
 from telescope.config.redaction import is_hidden, redact_shapes
 from telescope.runlog.files import read_json
 from telescope.runlog.layout import RunDirectory, write_atomically
@@ -44,10 +45,18 @@ def name_point(number: int, swept: Sequence[str], otherwise: str) -> str:
     words = []
     for override in swept:
         name, _, value = redact_shapes(override).lstrip("+").partition("=")
-        hides = any(map(is_hidden, _NAMED.findall(override)))
-        words.append(name.rpartition(".")[2] + ("" if hides else f"-{value}"))
+        words.append(name.rpartition(".")[2] + ("" if _sounds_secret(override) else f"-{value}"))
     text = "_".join(_UNSAFE.sub("-", word) for word in words) or otherwise
     return f"{number:03d}_{text}"[:LONGEST_NAME].rstrip("_.")
+
+
+def _sounds_secret(override: str) -> bool:
+    return any(map(is_hidden, _NAMED.findall(override)))
+
+
+def list_swept(overrides: Sequence[str]) -> str:
+    """As they were typed, for the terminal; of one that sounds like a secret its name alone."""
+    return " ".join(f"{each.partition('=')[0]}=…" if _sounds_secret(each) else redact_shapes(each) for each in overrides)
 
 
 def shown(reason: str) -> str:
@@ -155,14 +164,19 @@ class Sweep:
     def describe(self, result: SweepResult, seconds: float) -> str:
         """A point that has ended, in one line: `algorithm=rloo seed=1  reward 0.377 → 0.832 (n=1,568) in 4:01`; of another
         objective its name and value, of a failure the exit code and the reason."""
-        swept = " ".join(result.swept or result.overrides)
+        swept = list_swept(result.swept or result.overrides)
         took = f"in {format_duration(seconds)}"
         if result.failed or result.value is None:
-            return f"{swept}  exit code {result.exit_code} {took}: {shown(result.reason)}"
+            return f"{swept}  exit code {result.exit_code} {took}: {shown(result.reason)}{self._name_log(result)}"
         if self.objective != OBJECTIVE:
             return f"{swept}  {self.objective} {_shown(result.value)} {took}"
         first = "" if result.first is None else f"{result.first:.3f} → "
         return f"{swept}  reward {first}{result.value:.3f} (n={_format_count(result.rollouts)}) {took}"
+
+    @staticmethod
+    def _name_log(result: SweepResult) -> str:
+        log = find_log(Path(result.run_dir))
+        return f" ({log} has what it said)" if log.is_file() else ""
 
     @property
     def knows_best(self) -> bool:
@@ -189,7 +203,7 @@ class Sweep:
         lines += [
             f"{result.point:>5}  {_shown(result.exit_code):>4}  {_shown(result.value):>18}  "
             f"{f'{_format_count(result.rollouts):>8}  ' if counted else ''}"
-            f"{' '.join(result.swept or result.overrides)}"
+            f"{list_swept(result.swept or result.overrides)}"
             for result in self.results
         ]
         untrained = sum(result.version == 0 for result in self.results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,12 @@ def assert_each_is_carried_over_or_listed(said: str, made: str) -> None:
     assert [label for label in left if label not in listed] == []
 
 
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
+"""Which stand for 43 million values."""
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -354,8 +361,18 @@ def assert_each_is_carried_over_or_listed(said: str, made: str) -> None:
         ("just text\n", "holds a single value"),
         ("model: x\nmodel: y\n", "line 2: is not YAML: found duplicate key model"),
         ("model: [x\n", "is not YAML"),
-        ("a: &a\n  b: *a\n", "nested too deep, or an alias"),
+        ("a: &a\n  b: *a\n", "more than 10,000 values"),
+        pytest.param(f"a: {'[' * 5000}{']' * 5000}\n", "nested too deep", id="deep"),
         ("colour: red\n", "has no name that is known of the older, Ray-based Telescope, TRL's GRPOConfig, verl"),
+        ("wandb_project: !!binary aGVsbG8=\n", "wandb_project: it is of the kind bytes"),
+        ("group_size: !!set {a, b}\n", "group_size: it is of the kind set"),
+        ("model: null\nnull: 4\n", "None is the name of a setting"),
+        ('model: "\\ud800"\n', "characters that are no text"),
+        pytest.param(f"group_size: {'9' * 5000}\n", "can't be read", id="digits"),
+        (f"group_size: {'9' * 50}\n", "too large a number"),
+        pytest.param(f"wandb_project: {'x' * 30_000}\n", "longer than 20,000 letters", id="long"),
+        pytest.param(f"wandb_project: {'x' * 2_000_000}\n", "more than 1,000,000 bytes", id="large"),
+        pytest.param(ALIASES, "more than 10,000 values", id="aliases"),
         ("model: ${oc.env\n", "model can't be read"),
     ],
 )
@@ -566,3 +583,9 @@ def test_the_page_shows_what_the_command_makes(
     file.write_text(theirs)
     assert main(["migrate", str(file)]) == 0
     assert capsys.readouterr().out == ours
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "settings.yaml")
+    assert main(["migrate", str(tmp_path / "settings.yaml")]) == 1
+    assert "is not a file" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from telescope.cli.run import _as_point, _leaves_saves_to_sweep
-from telescope.cli.sweep import OBJECTIVE, Sweep, name_point
+from telescope.cli.sweep import OBJECTIVE, Sweep, list_swept, name_point
 from telescope.compose.load import Point, UsageError, load_points, places_for, version_base_for
 from telescope.compose.sweeper import InvalidPoints, SweepStopped, has_sweeper, search
 from telescope.runlog.layout import RunDirectory
@@ -79,6 +79,7 @@ def test_a_point_is_named_by_what_was_swept_safe_for_a_folder_and_a_job(tmp_path
     for secret in ("cluster.env.PGPASSWORD=hunter2", "cluster.env={A: b, MYSQL_PWD: hunter2}", "x.kwargs.auth=hunter2"):
         assert "hunter2" not in name_point(1, (secret,), "")
     assert name_point(1, ("cluster.env.PGPASSWORD=hunter2",), "") == "001_PGPASSWORD"
+    assert list_swept(("seed=1", "cluster.env.PGPASSWORD=hunter2")) == "seed=1 cluster.env.PGPASSWORD=…"
     assert name_point(1, ("model.name=hf:a/b",), "") == "001_name-hf-a-b"
     assert len(name_point(12, [f"trainer.setting_{n}={n}" for n in range(40)], "")) <= 80
     found: list[Point] = []

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+FILES = sorted((ROOT / "scripts" / "containers").glob("*.Dockerfile"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -35,7 +35,7 @@ def test_an_image_runs_telescope_as_an_ordinary_user_at_the_locked_versions(file
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["10001:10001"]
     assert re.search(r"^ENTRYPOINT \[\"telescope\"\]$", text, re.MULTILINE)
     assert f"TELESCOPE_STACK={stack} TELESCOPE_LOCKED=1" in text
-    assert re.search(r"^HEALTHCHECK (?:.*\n)?.*docker/health.py", text, re.MULTILINE)
+    assert re.search(r"^HEALTHCHECK (?:.*\n)?.*scripts/containers/health.py", text, re.MULTILINE)
     base = re.findall(r"^FROM (\S+)$", text, re.MULTILINE)
     assert len(base) == 1
     assert not base[0].endswith(":latest")
@@ -59,7 +59,7 @@ def test_what_is_sent_is_what_the_installation_reads() -> None:
     tracked = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, timeout=60, check=True)
     passed = {path.partition("/")[0] for path in tracked.stdout.splitlines() if sent(path, rules)}
     assert passed == {
-        *("conf", "docker", "launch", "locks", "scripts", "telescope"),
+        *("conf", "launch", "scripts", "telescope"),
         *("LICENSE", "README.md", "pyproject.toml"),
     }
     for path in (".venv/bin/python", "runs/mine/config.json", ".git/config", "wandb/x", "telescope/cli/__pycache__/a.pyc"):
@@ -68,7 +68,7 @@ def test_what_is_sent_is_what_the_installation_reads() -> None:
 
 @pytest.fixture(scope="module")
 def health() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("container_health", ROOT / "docker" / "health.py")
+    spec = importlib.util.spec_from_file_location("container_health", ROOT / "scripts" / "containers" / "health.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -55,7 +55,7 @@ def misfits(text: str, asked: list[Requirement], python: str) -> list[str]:
 
 
 def lock_of(stack: str) -> str:
-    return (ROOT / "locks" / f"{stack}.txt").read_text(encoding="utf-8")
+    return (ROOT / "scripts" / "locks" / f"{stack}.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("python", PYTHONS)

