@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from telescope._launch.own_command import name_own_command
 from telescope._launch.prepare_attempt import CannotResume, has_played_all
 from telescope.config.run import RunConfig
 from telescope.exit_codes import DONE
@@ -50,7 +51,7 @@ def _list_commands(config: RunConfig, run: RunDirectory, code: int) -> Iterator[
 
 
 def _tell(purpose: str, *words: str) -> str:
-    return f"{purpose}: python -m telescope {shlex.join(words)}"
+    return f"{purpose}: {name_own_command()} {shlex.join(words)}"
 
 
 def _list_steps(config: RunConfig, run: RunDirectory) -> list[int]:

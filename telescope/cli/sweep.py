@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from telescope._launch.own_command import name_own_command
 from telescope._launch.progress import format_duration
 from telescope.cli.point_output import find_log
 from telescope.config.redaction import is_hidden, redact_shapes
@@ -218,8 +219,8 @@ class Sweep:
             lines += [f"  {result.point}: {shown(result.reason)} ({result.run_dir})" for result in failures]
         if self._kept is not None:
             lines.append(
-                f"The weights of the best point, {self._kept.point}, are kept (checkpoint.at_end=weights keeps all): python -m "
-                f"telescope export latest --run-dir {shlex.quote(self._kept.run_dir)} --to my-model"
+                f"The weights of the best point, {self._kept.point}, are kept (checkpoint.at_end=weights keeps all): "
+                f"{name_own_command()} export latest --run-dir {shlex.quote(self._kept.run_dir)} --to my-model"
             )
         return "\n".join([*lines, f"Results: {self.file}"])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
+from telescope._launch.own_command import name_own_command
 from telescope.cli.run import _as_point, _leaves_saves_to_sweep
 from telescope.cli.sweep import OBJECTIVE, Sweep, list_swept, name_point
 from telescope.compose.load import Point, UsageError, load_points, places_for, version_base_for
@@ -206,8 +207,8 @@ def test_of_points_that_have_ended_well_only_the_weights_of_the_best_are_kept(tm
     left = [number for number in range(5) if RunDirectory(sweep.folder / str(number)).checkpoints.exists()]
     assert left == [1, 2]  # from that of point 1, which was stopped, it can go on
     assert sweep.table().splitlines()[-2] == (
-        "The weights of the best point, 2, are kept (checkpoint.at_end=weights keeps all): python -m telescope export latest "
-        f"--run-dir '{sweep.folder}/2' --to my-model"
+        "The weights of the best point, 2, are kept (checkpoint.at_end=weights keeps all): "
+        f"{name_own_command()} export latest --run-dir '{sweep.folder}/2' --to my-model"
     )
 
 

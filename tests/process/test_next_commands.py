@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from telescope._launch import prepare_attempt
+from telescope._launch import next_commands, prepare_attempt
 from telescope._launch.next_commands import find_way_on, list_next_lines
 from telescope.config.run import RunConfig
 from telescope.runlog import checkpoints
@@ -46,15 +46,20 @@ def save(run: RunDirectory, step: int, *, whole: bool) -> None:
     checkpoints.finish(partial, checkpoints.Complete(1, step, step, run_id, "a", "", 1, whole, 0, 0.0, checkpoints.now()))
 
 
+@pytest.fixture(autouse=True)
+def an_activated_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(next_commands, "name_own_command", lambda: "telescope")
+
+
 def lines(run: RunDirectory, code: int, **changes: Any) -> list[str]:
     said = list_next_lines(config(run, **changes), code)
     return [line.replace(f"'{run.path}'", "RUN") for line in said]
 
 
-SHOW = "to see what it has learnt, or why not: python -m telescope show RUN"
-CHAT = "to talk to it: python -m telescope chat RUN"
-EXPORT = "to take the model away: python -m telescope export latest --run-dir RUN --to my-model"
-ON = "to go on from the checkpoint of step 4: python -m telescope runs resume RUN"
+SHOW = "to see what it has learnt, or why not: telescope show RUN"
+CHAT = "to talk to it: telescope chat RUN"
+EXPORT = "to take the model away: telescope export latest --run-dir RUN --to my-model"
+ON = "to go on from the checkpoint of step 4: telescope runs resume RUN"
 
 
 def test_after_the_last_step_the_model_can_be_talked_to_and_taken_away(run: RunDirectory):

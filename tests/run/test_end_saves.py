@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from telescope._launch.own_command import name_own_command
 from telescope.cli.sweep import Sweep
 from telescope.runlog import checkpoints
 from telescope.runlog.layout import RunDirectory
@@ -21,15 +21,15 @@ from tests.run.test_bare_metal import summary
 from tests.run.test_full_disk import disk_of_its_own
 
 REAL_TRAINER = ("experiment=fake", "cluster.device=cpu", "backend=fsdp", "orchestrator.max_async_rollout=0")
+OWN = name_own_command()
 AUTO = "checkpoint.at_end=auto"
 LIMIT_S = 120
 
 
 def telescope(line: str) -> subprocess.CompletedProcess[str]:
     """A line as a run has told it, with another model folder."""
-    _, _, words = line.partition(": python -m ")
-    command = [sys.executable, "-m", *shlex.split(words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    _, _, command = line.partition(": ")
+    return subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 @pytest.mark.timeout(300)
@@ -41,12 +41,12 @@ def test_after_the_last_step_the_weights_are_there_and_the_last_lines_work(start
     assert run.summary()["exit_reason"] == "all 2 steps are trained"
     place = run.directory.path
     show, export = run.said().splitlines()[-2:]
-    assert show == f"to see what it has learnt, or why not: python -m telescope show {place}"
-    assert export == f"to take the model away: python -m telescope export latest --run-dir {place} --to my-model"
+    assert show == f"to see what it has learnt, or why not: {OWN} show {place}"
+    assert export == f"to take the model away: {OWN} export latest --run-dir {place} --to my-model"
     made = telescope(export.replace("my-model", str(tmp_path / "model")))
     assert made.returncode == 0, made.stderr
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 900_000
-    refused = telescope(f": python -m telescope runs resume {place} number_of_steps=4")
+    refused = telescope(f": {OWN} runs resume {place} number_of_steps=4")
     assert refused.returncode == 1
     assert "holds weights alone" in refused.stderr
     assert run.left_after(30) == []
@@ -62,14 +62,14 @@ def test_ctrl_c_saves_the_training_state_and_the_run_goes_on_from_there(start: S
     assert saved >= 2
     assert run.summary()["exit_reason"] == f"interrupted by SIGINT; the checkpoint of step {saved} is complete"
     assert run.said().splitlines()[-1] == (
-        f"to go on from the checkpoint of step {saved}: python -m telescope runs resume {run.directory.path}"
+        f"to go on from the checkpoint of step {saved}: {OWN} runs resume {run.directory.path}"
     )
     again = start(f"number_of_steps={saved + 1}", resume=run)
     assert again.wait(LIMIT_S) == 0, again.said()
     assert [row["step"] for row in again.rows("step_metrics")] == list(range(1, saved + 2))
     assert checkpoints.steps(run.directory.checkpoints) == [saved, saved + 1]
     assert checkpoints.steps_with_state(run.directory.checkpoints) == [saved]
-    replayed = telescope(f": python -m telescope replay {run.directory.path}")
+    replayed = telescope(f": {OWN} replay {run.directory.path}")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 

@@ -51,7 +51,7 @@ def test_a_run_whose_weights_do_not_move_and_whose_answers_are_cut_off(start: St
     begun = ("experiment=fake", "number_of_steps=12", "rollout.max_tokens=5", "checkpoint.at_end=none")
     run = start(*begun, "trainer.learning_rate=0")
     assert run.wait() == 0
-    assert f"python -m telescope show {run.directory.path}" in run.said().splitlines()[-1]
+    assert f"telescope show {run.directory.path}" in run.said().splitlines()[-1]
     told = show(run, capsys)
     assert (told["state"], told["step"]) == ("done", 12)
     advice = {one["rule"]: one for one in told["advice"]}
