@@ -69,8 +69,13 @@ def test_a_rank_that_shares_its_card_has_what_the_server_leaves() -> None:
 
 
 def test_a_version_waits_on_a_shared_card_in_the_servers_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at = []
-    monkeypatch.setattr(automatic_settings, "decide", lambda config, where: looked_at.append(where) or Decision(config))
+    looked_at: list[Surroundings] = []
+
+    def note(config: RunConfig, where: Surroundings) -> Decision:
+        looked_at.append(where)
+        return Decision(config)
+
+    monkeypatch.setattr(automatic_settings, "decide", note)
     for dtype in ("auto", "bfloat16", "float32"):
         shared = planned("model=qwen3-0.6b", *ONE_EACH[1:], f"inference.dtype={dtype}", "inference.gpu_memory_utilization=0.4",
                          host=Host("here", cpus=8, gpus=("0",)))  # fmt: skip
@@ -179,7 +184,12 @@ def test_another_way_of_checkpointing_does_not_keep_the_number_of_layers_of_the_
     monkeypatch.setattr(resume, "find_obstacles", lambda *asked: [])
     monkeypatch.setattr(automatic_settings, "_look_around", lambda *asked: GPU)
     started: list[RunOrder] = []
-    monkeypatch.setattr(resume, "run_one", lambda order: started.append(order) or 0)
+
+    def note(order: RunOrder) -> int:
+        started.append(order)
+        return 0
+
+    monkeypatch.setattr(resume, "run_one", note)
     assert go_on(run.path, typed) == 0
     backend = started[0].config.backend
     assert (backend.checkpointing, getattr(backend, "checkpointed_layers", None)) == (checkpointing, layers)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from telescope.trainer import compiled_graphs
 from telescope.trainer.compiled_graphs import GRAPHS, KERNELS, keep_graphs
 
 ASKED = (
@@ -62,7 +61,7 @@ def test_a_folder_that_can_not_be_written_is_left_to_torch(tmp_path: Path, monke
     def refuse(**_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(compiled_graphs.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr("telescope.trainer.compiled_graphs.tempfile.TemporaryFile", refuse)
     assert keep_graphs(environ := {"HOME": str(tmp_path)}) is None
     assert GRAPHS not in environ
 
@@ -83,5 +82,5 @@ def test_code_is_loaded_from_no_folder_that_others_can_write(place: str, mode: i
 
 
 def test_code_is_loaded_from_no_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_graphs.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr("telescope.trainer.compiled_graphs.os.geteuid", lambda: os.getuid() + 1)
     assert keep_graphs({"XDG_CACHE_HOME": str(tmp_path)}) is None
