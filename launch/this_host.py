@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
 from telescope._launch.process_environment import find_visible_gpus, read_own_environment
 from telescope._launch.process_plan import Host
@@ -39,17 +40,37 @@ def find_compute_capability() -> int | None:
     return int(found) if found.isdigit() else None
 
 
-def find_smallest_card() -> tuple[str, int] | None:
-    """Name and bytes of memory of this machine's GPU, of several that with least; None where nvidia-smi can't tell, as of a
-    part of a card (MIG)."""
-    if any(name.startswith("MIG") for name in find_visible_gpus() or ()):
+class SmallestCard(NamedTuple):
+    """The GPU with least memory of those that this process may see."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    capability: int | None = None
+    """The least major compute capability of all of them; None where nvidia-smi can't tell."""
+
+
+def find_smallest_card() -> SmallestCard | None:
+    """None where nvidia-smi can't tell, as of cards that are divided (MIG): it has the whole card's memory."""
+    visible = find_visible_gpus()
+    if visible == () or any(name.startswith("MIG") for name in visible or ()):
         return None
     found: list[tuple[int, str]] = []
-    for line in _ask_nvidia_smi("memory.total,name") or []:
-        memory, _, name = line.partition(", ")
+    majors: list[int] = []
+    for line in _ask_nvidia_smi("mig.mode.current,compute_cap,memory.total,name", visible) or []:
+        if line.count(", ") < 3:
+            continue
+        divided, capability, memory, name = line.split(", ", 3)
+        if divided == "Enabled":
+            return None
+        if (major := capability.partition(".")[0]).isdigit():
+            majors.append(int(major))
         if (number := memory.removesuffix(" MiB")).isdigit():
             found.append((int(number) << 20, name))
-    return (min(found)[1], min(found)[0]) if found else None
+    if not found:
+        return None
+    memory_bytes, name = min(found)
+    return SmallestCard(name, memory_bytes, min(majors, default=None))
 
 
 def has_compilers() -> bool:
@@ -60,11 +81,12 @@ def has_compilers() -> bool:
     return headers.is_file() and all(any(map(shutil.which, names.split())) for names in (c, cxx))
 
 
-def _ask_nvidia_smi(field: str) -> list[str] | None:
-    """One line a GPU; None where nvidia-smi is missing or fails."""
+def _ask_nvidia_smi(field: str, gpus: tuple[str, ...] | None = None) -> list[str] | None:
+    """One line a GPU, of all or of these; None where nvidia-smi is missing or fails."""
+    these = () if gpus is None else (f"--id={','.join(gpus)}",)
     try:
         answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", *these],
             capture_output=True,
             text=True,
             timeout=NVIDIA_SMI_TIMEOUT_S,

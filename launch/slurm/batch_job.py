@@ -34,6 +34,7 @@ from telescope.config.run import RunConfig, load_run
 from telescope.config.slurm import SlurmSettings
 from telescope.exit_codes import ERROR
 from telescope.runlog import attempts
+from telescope.runlog.files import DamagedFile
 from telescope.runlog.holder import hold
 from telescope.runlog.layout import RunDirectory
 
@@ -75,14 +76,16 @@ def run(run_dir: str) -> None:
     log.info("Attempt %d of %s on %s.", attempt.number, directory.path, ", ".join(names))
     try:
         plan = make_plan(config, make_hosts(allocation.nodes, find_networks(names)))
-        settled = settle_in_job(directory, config, plan)
+        settled = settle_in_job(directory, config, plan, goes_on=attempt.number > 1)
         config = settled.config
         write_plan(plan, directory.plan_json)
         refuse(config, plan, elsewhere=True)
-    except (PlanError, NoAddress, OSError) as error:
+    except (PlanError, NoAddress, DamagedFile, OSError) as error:
         _refuse(directory, attempt, error)
     if settled.sentence:
         log.info("%s", settled.sentence)
+    if settled.misfit:
+        log.warning("%s", settled.misfit)
     hold(directory)
     for sentence in describe_end_save(config, directory):
         log.info("%s", sentence)

@@ -74,7 +74,7 @@ def judged(
         return False, str(error)
     if absent := find_absent(point.config, plan, known):
         return False, "\n  - ".join(["It needs what is not on this machine:", *absent])
-    warnings = [*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "",))]
+    warnings = [*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "", settled.misfit))]
     said = [f"  {settled.sentence}"] if settled.sentence else []
     said += [f"  Warning: {warning}" for warning in warnings]
     refused = [*_directory_in_use(point.config), *_unsubmitted(point.config), *find_obstacles(settled.config, plan, hub)]

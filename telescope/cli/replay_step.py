@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from telescope.backends.base import Job, StepResult, TrainShard, World
+from telescope.backends.base import BackendSettings, Job, StepResult, TrainShard, World
 from telescope.backends.common import shards
 from telescope.config.run import RunConfig
 from telescope.maths import dealing, routing
@@ -51,13 +51,24 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
         return False, "\n".join([*said, *broken, "A loss without them can't be computed, so nothing was run."])
     world = _world(device, config)
     own = share(whole, world, config.trainer.row_tokens)
-    backend = config.backend.alone().build(_job(config, world, weights, first.loss_scale))
+    backend = _fit_here(config.backend, world, first.ranks).build(_job(config, world, weights, first.loss_scale))
     try:
         result = backend.train_step(own)
     finally:
         backend.close()
     finite = not broken and all(map(math.isfinite, result.metrics.values()))
     return finite, "" if world.rank else "\n".join([*said, *broken, *_outcome(result)])
+
+
+def _fit_here(settings: BackendSettings, world: World, ranks: int) -> BackendSettings:
+    """For processes of their own. What was chosen for the run's GPUs and so many `ranks` is not for a CPU, nor for fewer."""
+    here: dict[str, bool | None] = {}
+    if not world.device.startswith("cuda"):
+        here["compile"] = False
+    if world.size < ranks:
+        here |= {"gradient_checkpointing": True, "checkpointed_layers": None}
+    known = type(settings).model_fields
+    return settings.alone().model_copy(update={name: value for name, value in here.items() if name in known})
 
 
 def together(parts: Sequence[kept_steps.KeptShard]) -> TrainShard:

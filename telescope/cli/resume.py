@@ -32,7 +32,7 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
     """The run's exit code; 1 where it can't go on. Raises `WrongOverride`."""
     from telescope._launch.automatic_settings import settle
     from telescope._launch.process_plan import PlanError, describe_shared_gpus
-    from telescope.config.automatic import Decision
+    from telescope.config.automatic import CHECKPOINTING, LAYERS, Decision
     from telescope.config.conflicts import warnings
     from telescope.config.models import hub_problem
     from telescope.config.run import as_json, refuse_other_meaning
@@ -55,6 +55,9 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
         if place == "run_dir":
             raise WrongOverride(f"run_dir={value} can't be given: a run goes on in its own directory, {run.path}")
         put_setting(settings, place, value)
+    named = [place for place, _ in changes]
+    if CHECKPOINTING in named and LAYERS not in named and "checkpointed_layers" in settings.get("backend", {}):
+        put_setting(settings, LAYERS, None)  # of another way of checkpointing they say nothing
     config, problems = validate(settings)
     if config is None:
         say(f"{ConfigError(problems)}\nNothing was started.")
@@ -65,13 +68,13 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
         say(f"{error}\nNothing was started.")
         return CONFIG_ERROR
     given = config
-    settled = Decision(config) if standing.rank else settle(config, plan, nodes=standing.nodes)  # what the user makes auto
+    settled = Decision(config) if standing.rank else settle(config, plan, {}, nodes=standing.nodes)  # what the user makes auto
     config = settled.config
     if found := find_obstacles(config, plan, hub_problem):
         say("\n".join([*found, "Nothing was started."]))
         return CONFIG_ERROR
     arguments = (f"run_dir={run.path}", "checkpoint.resume=true", *overrides)
-    said = (*warnings(config), *filter(None, (describe_shared_gpus(plan) if plan else "",)))
+    said = (*warnings(config), *filter(None, (describe_shared_gpus(plan) if plan else "", settled.misfit)))
     now = datetime.now().astimezone()
     order = RunOrder(config, plan, standing, said, arguments, now, given=given, chosen=settled.sentence)
     if config.cluster.slurm is not None:

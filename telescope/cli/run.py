@@ -308,10 +308,10 @@ def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | No
         folder = run_folder(config, started) if sweep is None else sweep.folder / name
         if not standing.rank or config.run_dir is not None:  # else the head's directory gives the node's its name
             config = config.model_copy(update={"run_dir": str(folder)} | _as_point(config, sweep))
-        warnings = (*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "",)))
-        (as_given, _, _), chosen = given[len(orders)], settled[len(orders)].sentence
+        (as_given, _, _), decision = given[len(orders)], settled[len(orders)]
+        warnings = (*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "", decision.misfit)))
         orders.append(
-            RunOrder(config, plan, standing, warnings, tuple(arguments), started, given=as_given, chosen=chosen)
+            RunOrder(config, plan, standing, warnings, tuple(arguments), started, given=as_given, chosen=decision.sentence)
         )  # fmt: skip
     return orders
 

@@ -30,6 +30,9 @@ ALIKE = 1.01
 """Times as long as the fastest: of choices that near to it the shortest row is taken, which needs least memory."""
 COMPILATION_S = 40.0
 """Until layers are compiled, at a first start; 16 s where the run before has left its graphs."""
+OLDEST_COMPILED = 8
+"""Major compute capability (Ampere) from which on layers are compiled: older GPUs have no bfloat16 of their own."""
+AS_ON_CPU = "this is what a CPU would have"
 FILLED = 0.95
 """Of a rank's room: rows differ in length from step to step, and what an allocator can't use grows with that."""
 
@@ -56,6 +59,8 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     """Of a value of a version that waits on the card for the server beside; 0: none does."""
     compiler: bool = True
     """Whether the host has what torch.compile needs."""
+    old_cards: bool = False
+    """Whether a GPU's compute capability is below OLDEST_COMPILED."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -77,6 +82,8 @@ class Decision(msgspec.Struct, frozen=True):
     config: RunConfig
     choices: tuple[Choice, ...] = ()
     chosen_for: str = ""
+    misfit: str = ""
+    """As `find_misfit` has it, of a run that goes on."""
 
     @property
     def sentence(self) -> str:
@@ -102,17 +109,49 @@ def find_open(config: RunConfig) -> tuple[str, ...]:
 
 def keep_decided(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     """With what a run's config.json (`before`) has for settings that are `auto` here: a run that goes on computes as it began.
-    A row that is too short for today's samples is decided anew."""
-    kept: dict[str, Any] = {}
+    What today's samples, padding or other settings do not go with is decided anew."""
     for path in find_open(config):
         section, name = path.split(".")
         value = (before.get(section) or {}).get(name)
-        if value is None or value == AUTO or (path == SEQ_LEN and value < find_shortest_row(config)):
+        if value is None or value == AUTO or (path == SEQ_LEN and not _is_row(config, value)):
             continue
-        kept[path] = value
+        kept = {path: value}
         if path == CHECKPOINTING and value and getattr(config.backend, "checkpointed_layers", 0) is None:
             kept[LAYERS] = (before.get(section) or {}).get("checkpointed_layers")
-    return _with(config, kept) or config
+        config = _with(config, kept) or config
+    return config
+
+
+def _is_row(config: RunConfig, tokens: int) -> bool:
+    return tokens >= find_shortest_row(config) and config.trainer.pad(tokens) == tokens
+
+
+def find_misfit(config: RunConfig, where: Surroundings) -> str:
+    """That a rank of a run which goes on needs more than it has here, and what to type; empty where it fits, and where that
+    can't be told."""
+    if where.card is None or not config.trains:
+        return ""
+    try:
+        shape = shape_of(config.model.name)
+    except ShapeUnknown:
+        return ""
+    search = _Search(config, (), shape, where.card, where)
+    needed = search.needed(config) if is_counted(config.model.name) else None
+    if needed is None or needed <= where.card.room:
+        return ""
+    undecided: dict[str, Any] = {SEQ_LEN: AUTO, COMPILE: AUTO, CHECKPOINTING: AUTO, LAYERS: None}
+    known = type(config.backend).model_fields
+    opened = _with(config, {path: value for path, value in undecided.items() if path == SEQ_LEN or path.split(".")[1] in known})
+    anew = None if opened is None else decide(opened, where)
+    least = None if anew is None else search.needed(anew.config)
+    if anew is None or least is None or least > where.card.room:
+        remedy = "give it more ranks (cluster.trainer_num_workers)"
+    else:
+        remedy = f"resume it with {' '.join(choice.typed for choice in anew.choices)}"
+    return (
+        f"With the settings that this run goes on with a rank needs about {needed / GIB:.1f} GiB by the estimate of memory, "
+        f"and has {where.card.room / GIB:.1f} of {where.card.name}: if it runs out of memory, {remedy}"
+    )
 
 
 def find_shortest_row(config: RunConfig) -> int:
@@ -129,23 +168,30 @@ def decide(config: RunConfig, where: Surroundings) -> Decision:
     if where.device == "cpu" or not config.trains:
         return Decision(_take_leanest(config, still_open))
     if where.card is None:
-        return _take_known(config, still_open, "no card of the ranks can be seen from here, and these need least memory")
+        return _take_known(config, still_open, f"no card of the ranks can be seen from here, and {AS_ON_CPU}")
     try:
         shape = shape_of(config.model.name)
     except ShapeUnknown:
-        why = f"the size of model.name={config.model.name} is not known before its ranks start, and these need least memory"
+        why = (
+            f"the size of model.name={config.model.name} is not known before its ranks start, as that of a folder is, and "
+            f"{AS_ON_CPU}"
+        )
         return _take_known(config, still_open, why)
     if not is_counted(config.model.name):
-        why = f"model.name={config.model.name} is of another kind than {', '.join(COUNTED)}, and these need least memory"
+        why = f"model.name={config.model.name} is of another kind than {', '.join(COUNTED)}, and {AS_ON_CPU}"
         return _take_known(config, still_open, why)
     search = _Search(config, still_open, shape, where.card, where)
     if search.needed(config) is None:
-        why = f"backend={config.backend_name} does not tell what a rank needs, and this is what a CPU would have"
+        why = f"backend={config.backend_name} does not tell what a rank needs, and {AS_ON_CPU}"
         return _take_known(config, still_open, why)
-    found = search.worth_compiling(sorted(search.fitting(), key=lambda one: one.update_s))
+    candidates = list(search.candidates())
+    fitting = (one for one in candidates if one.needed <= FILLED * where.card.room)
+    found = search.worth_compiling(sorted(fitting, key=lambda one: one.update_s))
     if not found:
-        why = f"by the estimate of memory nothing fits on an {where.card.name}, and these need least"
-        return _take_known(config, still_open, why)
+        nearest = min(candidates, key=lambda one: (one.needed, one.row))
+        memory = f"a rank needs about {nearest.needed / GIB:.0f} of {where.card.room / GIB:.0f} GiB"
+        why = f"by the estimate of memory nothing fits on this card ({where.card.name}), and this comes nearest: {memory}"
+        return search.explain(nearest, why)
     best = min((one for one in found if one.update_s <= found[0].update_s * ALIKE), key=lambda one: (one.row, one.update_s))
     return search.explain(best)
 
@@ -180,19 +226,20 @@ class _Search:
     ) -> None:
         self._config, self._open, self._shape, self._card, self._where = config, still_open, shape, card, where
 
-    def fitting(self) -> Iterator[_Candidate]:
+    def candidates(self) -> Iterator[_Candidate]:
         for settings in self._combinations():
             config = _with(self._config, settings)
             if config is None:
                 continue
             needed = self.needed(config)
-            if needed is not None and needed <= FILLED * self._card.room:
+            if needed is not None:
                 yield _Candidate(config, config.trainer.row_tokens, needed, self._update_s(config))
 
     def worth_compiling(self, found: list[_Candidate]) -> list[_Candidate]:
         """Of candidates, the fastest first: those without compilation where that would not pay within the run."""
+        weighed = COMPILE in self._open and self._config.backend.compiles_layers
         eager = [one for one in found if not one.config.backend.compiles]
-        if COMPILE not in self._open or not eager or not found[0].config.backend.compiles:
+        if not weighed or not eager or not found[0].config.backend.compiles:
             return found
         updates = self._config.number_of_steps * self._config.trainer.updates_per_step
         return found if (eager[0].update_s - found[0].update_s) * updates > COMPILATION_S else eager
@@ -200,12 +247,14 @@ class _Search:
     def _combinations(self) -> Iterator[dict[str, Any]]:
         """By path, every combination of values of the settings that are open."""
         shortest, pad = find_shortest_row(self._config), self._config.trainer.pad
-        rows = sorted({max(pad(row), shortest) for row in ROWS})
+        rows = sorted({max(pad(row), shortest) for row in ((ROW_TOKENS,) if self._truncates else ROWS)})
         ways = [
             {f"backend.{name}": value for name, value in way.items()}
             for way in self._config.backend.checkpointing_choices(self._shape.layers)
         ]
-        compiled = [{COMPILE: True}, {COMPILE: False}] if self._where.compiler else [{COMPILE: False}]
+        can_compile = self._where.compiler and not self._where.old_cards
+        weighed = [True, False] if self._config.backend.compiles_layers else [True]
+        compiled = [{COMPILE: value} for value in (weighed if can_compile else [False])]
         for row in [{SEQ_LEN: row} for row in rows] if SEQ_LEN in self._open else [{}]:
             for graphs in compiled if COMPILE in self._open else [{}]:
                 for way in ways if CHECKPOINTING in self._open else [{}]:
@@ -246,27 +295,39 @@ class _Search:
         )
         return rows * took.seconds
 
-    def explain(self, best: _Candidate) -> Decision:
+    @property
+    def _truncates(self) -> bool:
+        """Then what is trained depends on the row, which is not to depend on the card."""
+        return self._config.trainer.overlong == "truncate"
+
+    def explain(self, best: _Candidate, reason: str = "") -> Decision:
+        """`reason`: one for all, in place of each setting's own."""
         reasons = {SEQ_LEN: self._of_row, COMPILE: self._of_compile, CHECKPOINTING: self._of_checkpointing}
-        choices = [Choice(path, _at(best.config, path), reasons[path](best)) for path in self._open]
+        choices = [Choice(path, _at(best.config, path), reason or reasons[path](best)) for path in self._open]
         layers: int | None = getattr(best.config.backend, "checkpointed_layers", None)
         given: int | None = getattr(self._config.backend, "checkpointed_layers", None)
         if CHECKPOINTING in self._open and layers is not None and layers != given:
-            choices.append(Choice(LAYERS, layers, f"of {self._shape.layers}"))
-        return Decision(best.config, tuple(choices), f"an {self._card.name}")
+            choices.append(Choice(LAYERS, layers, reason or f"of {self._shape.layers}"))
+        return Decision(best.config, tuple(choices), self._card.name)
 
     def _of_row(self, best: _Candidate) -> str:
+        if self._truncates:
+            return "with trainer.overlong=truncate samples are cut there, so it is the same on every card"
         if best.row > ROWS[-1]:
             return "as long as a sample may be"
         return "of the rows that fit the shortest that is as fast as any"
 
     def _of_compile(self, best: _Candidate) -> str:
+        if best.config.backend.compiles and not best.config.backend.compiles_layers:
+            return "this host has the compilers that it needs"
         if best.config.backend.compiles:
             other = _with(best.config, {COMPILE: False})
             gain = self._update_s(other) / best.update_s if other is not None else 1.0
             return f"a step trains {gain:.1f} times as fast with it, by what was measured on an H200"
         if not self._where.compiler:
             return "it needs a C and a C++ compiler and Python's headers, and this host lacks one of them"
+        if self._where.old_cards:
+            return f"a GPU here is older than those that layers are compiled for, of compute capability {OLDEST_COMPILED}"
         if best.config.backend.compiles_layers and _with(best.config, {COMPILE: True}) is None:
             return "the backend's other settings do without"
         return f"so short a run would not win back the {COMPILATION_S:.0f} s that it takes"

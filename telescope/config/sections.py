@@ -232,7 +232,7 @@ class TrainerSettings(Settings):
     """Times that a step runs over its batch, cut into minibatches anew each time. Schedules count steps."""
     seq_len: Literal["auto"] | Annotated[int, Field(ge=8, le=100_000_000)] = "auto"
     """Tokens of a packed row. auto: 4,096, and on a GPU of known memory as many as train fastest; in both cases
-    inference.max_model_len at least, unless longer samples are truncated. Decided once, where the run starts."""
+    inference.max_model_len at least; where longer samples are truncated, 4,096. Decided once, where the run starts."""
     overlong: Literal["refuse", "truncate"] = "refuse"
     """What becomes of a sample longer than seq_len. refuse: inference.max_model_len must not be above seq_len. truncate: its
     prompt and first sampled tokens are trained, up to seq_len, and `overlong_samples` and `truncated_tokens` count the rest."""

@@ -170,14 +170,14 @@ def test_auto_is_decided_for_the_card_and_for_each_split_and_said(say: Callable[
     model = ("model=qwen3-4b", "cluster.trainer_num_workers=1", "cluster.inference_num_workers=1")
     code, out = say(*model, "--card", "h200")
     assert code == 0
-    assert "\nChosen for an H200: trainer.seq_len=16384 (of" in out
+    assert "\nChosen for H200: trainer.seq_len=16384 (of" in out
     assert "\nThey are trained in packed rows of 16384 tokens, on 1 rank.\n" in out
     code, out = say(*model, "--gpus", "3", "--card", "h100")
     assert code == 0
     assert "\nThey are trained in packed rows, on 1 rank.\n" in out
     best = re.search(r"\nBest: .* cluster.trainer_num_workers=(\d);", out)
     assert best is not None
-    assert re.search(rf"\nChosen for an H100: trainer.seq_len=\d+ .*\n.*\nA trainer rank of {best[1]} needs", out)
+    assert re.search(rf"\nChosen for H100: trainer.seq_len=\d+ .*\n.*\nA trainer rank of {best[1]} needs", out)
     code, out = say(
         *model, "trainer.seq_len=8192", "backend.compile=false", "backend.gradient_checkpointing=true", "--card", "h200"
     )

@@ -12,15 +12,20 @@ from telescope._launch import automatic_settings
 from telescope._launch.automatic_settings import settle, settle_in_job
 from telescope._launch.hosts.node_identity import NodeIdentity
 from telescope._launch.process_plan import Host, LaunchPlan, make_plan
-from telescope.cli import check
+from telescope._launch.this_host import SmallestCard
+from telescope.cli import check, resume
 from telescope.cli.check import main as check_main
-from telescope.config.automatic import find_open
+from telescope.cli.resume import go_on
+from telescope.cli.start import RunOrder
+from telescope.config.automatic import Decision, RankCard, Surroundings, find_open
 from telescope.config.run import RunConfig, as_json, as_yaml, config_hash, dump_run, load_run
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 from tests.config.conftest import compose_one
 
-H200 = ("NVIDIA H200", 143_771 << 20)
+H200 = SmallestCard("NVIDIA H200", 143_771 << 20, 9)
+H100 = SmallestCard("NVIDIA H100 80GB HBM3", 81_559 << 20, 9)
+GPU = Surroundings(device="gpu", card=RankCard(name="NVIDIA H200", room=140 << 30, flops=989e12, bandwidth=4.8e12))
 TWO = Host("here", cpus=8, gpus=("0", "1"))
 ONE_EACH = ("model=qwen3-4b", "cluster.trainer_num_workers=1", "cluster.inference_num_workers=1")
 
@@ -54,13 +59,35 @@ def test_on_a_cpu_nobody_looks_and_nothing_is_said() -> None:
 
 
 def test_a_rank_that_shares_its_card_has_what_the_server_leaves() -> None:
-    """All of a 0.6B model fits beside a server that has 45 %, and not beside one that has 90."""
+    """15 % beside a server that has 85, all of it where the server has a card of its own."""
     tight = ("model=qwen3-0.6b", *ONE_EACH[1:], "inference.gpu_memory_utilization=0.85")
     config, plan = planned(*tight, host=Host("here", cpus=8, gpus=("0",)))
     shared = settle(config, plan, find_card=lambda: H200)
     assert f"of {143_771 / 1024 * 0.15:.0f} GiB" in shared.sentence
     alone = settle(*planned(*tight), find_card=lambda: H200)
     assert "of 140 GiB" in alone.sentence
+
+
+def test_a_version_waits_on_a_shared_card_in_the_servers_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Surroundings] = []
+
+    def note(config: RunConfig, where: Surroundings) -> Decision:
+        looked_at.append(where)
+        return Decision(config)
+
+    monkeypatch.setattr(automatic_settings, "decide", note)
+    for dtype in ("auto", "bfloat16", "float32"):
+        shared = planned("model=qwen3-0.6b", *ONE_EACH[1:], f"inference.dtype={dtype}", "inference.gpu_memory_utilization=0.4",
+                         host=Host("here", cpus=8, gpus=("0",)))  # fmt: skip
+        settle(*shared, find_card=lambda: H200)
+    settle(*planned(*ONE_EACH), find_card=lambda: H200)
+    assert [where.handed_bytes for where in looked_at] == [2, 2, 4, 0]
+
+
+@pytest.mark.parametrize(("capability", "compiled"), [(7, False), (8, True), (None, True)])
+def test_layers_are_compiled_for_gpus_that_are_not_too_old(capability: int | None, compiled: bool) -> None:
+    card = SmallestCard("a card", 141 << 30, capability)
+    assert chosen(settle(*planned(*ONE_EACH), find_card=lambda: card).config)[1] is compiled
 
 
 def test_the_head_of_several_hosts_decides_by_its_own_cards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +126,25 @@ def test_a_run_for_slurm_is_left_to_its_job_which_writes_it_down(tmp_path: Path,
 
 def test_a_run_that_goes_on_keeps_its_values_on_another_card() -> None:
     config, plan = planned(*ONE_EACH)
-    begun = settle(config, plan, find_card=lambda: ("NVIDIA H100 80GB HBM3", 81_559 << 20)).config
+    begun = settle(config, plan, find_card=lambda: H100).config
     assert chosen(begun) != (16_384, True, False)
-    assert settle(config, plan, as_json(begun), lambda: pytest.fail("looked again")).config == begun
+    again = settle(config, plan, as_json(begun), lambda: H200)
+    assert (again.config, again.sentence, again.misfit) == (begun, "", "")
+
+
+def test_a_run_that_goes_on_where_it_does_not_fit_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what its directory keeps, or with nothing left to keep; in a Slurm job from its second attempt on."""
+    config, plan = planned(*ONE_EACH)
+    begun = settle(config, plan, find_card=lambda: H200).config
+    told = [settle(config, plan, as_json(begun), lambda: H100), settle(begun, plan, {}, lambda: H100)]
+    assert [found.config for found in told] == [begun, begun]
+    assert "and has 79.6 of NVIDIA H100 80GB HBM3: if it runs out of memory, resume it with trainer.seq_len=" in told[0].misfit
+    assert told[0].misfit == told[1].misfit
+    assert settle(begun, plan, None, lambda: pytest.fail("looked")).misfit == ""  # what a user gives a new run is the user's
+    monkeypatch.setattr(automatic_settings, "find_smallest_card", lambda: H100)
+    run = RunDirectory.create(tmp_path / "run")
+    attempts = [settle_in_job(run, begun, plan, goes_on=goes_on).misfit for goes_on in (False, True)]
+    assert attempts == ["", told[0].misfit]
 
 
 def test_check_says_what_was_chosen_and_the_hash_of_that(
@@ -115,4 +158,38 @@ def test_check_says_what_was_chosen_and_the_hash_of_that(
     assert check_main(list(ONE_EACH)) == 0
     said = capsys.readouterr().out
     assert f"valid, hash {config_hash(settle(config, plan, find_card=lambda: H200).config)}\n" in said
-    assert "\n  Chosen for an NVIDIA H200: trainer.seq_len=16384 (" in said
+    assert "\n  Chosen for NVIDIA H200: trainer.seq_len=16384 (" in said
+
+
+@pytest.mark.parametrize(
+    ("typed", "checkpointing", "layers"),
+    [
+        ((), "full", 1),
+        (("backend.gradient_checkpointing=false",), False, None),
+        (("backend.gradient_checkpointing=auto",), False, None),
+        (("backend.gradient_checkpointing=selective",), "selective", None),
+        (("backend.checkpointed_layers=2", "backend.gradient_checkpointing=full"), "full", 2),
+    ],
+)
+def test_another_way_of_checkpointing_does_not_keep_the_number_of_layers_of_the_one_before(
+    typed: tuple[str, ...], checkpointing: object, layers: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a number may have been chosen rather than given, and false would be refused with it."""
+    begun = ("model=tiny", "inference.engine=fake", "backend.gradient_checkpointing=full", "backend.checkpointed_layers=1")
+    config, plan = planned(*begun)
+    run = RunDirectory.create(tmp_path / "run")
+    run.config_json.write_text(dump_run(config.model_copy(update={"run_dir": str(run.path)})))
+    write_identity(run, new_identity("one", datetime.now(UTC), config_hash(config)))
+    monkeypatch.setattr(resume, "make_plan_here", lambda config: (NodeIdentity(), plan))
+    monkeypatch.setattr(resume, "find_obstacles", lambda *asked: [])
+    monkeypatch.setattr(automatic_settings, "_look_around", lambda *asked: GPU)
+    started: list[RunOrder] = []
+
+    def note(order: RunOrder) -> int:
+        started.append(order)
+        return 0
+
+    monkeypatch.setattr(resume, "run_one", note)
+    assert go_on(run.path, typed) == 0
+    backend = started[0].config.backend
+    assert (backend.checkpointing, getattr(backend, "checkpointed_layers", None)) == (checkpointing, layers)

@@ -103,16 +103,37 @@ def test_the_cards_compute_capability_is_told_where_they_are_alike(lines: str, m
 @pytest.mark.parametrize(
     ("lines", "card"),
     [
-        ("143771 MiB, NVIDIA H200\\n81559 MiB, NVIDIA H100 80GB HBM3\\n", ("NVIDIA H100 80GB HBM3", 81_559 << 20)),
-        ("[N/A], NVIDIA GB10\\n", None),
+        (
+            "[N/A], 9.0, 143771 MiB, NVIDIA H200\\nDisabled, 8.9, 81559 MiB, NVIDIA H100 80GB HBM3\\n",
+            ("NVIDIA H100 80GB HBM3", 81_559 << 20, 8),
+        ),
+        ("[N/A], [N/A], 81559 MiB, A, B\\n", ("A, B", 81_559 << 20, None)),
+        ("[N/A], 12.1, [N/A], NVIDIA GB10\\n", None),
+        ("Disabled, 9.0, 143771 MiB, NVIDIA H200\\nEnabled, 9.0, 81559 MiB, NVIDIA H100 80GB HBM3\\n", None),
+        ("No devices were found\\n", None),
     ],
 )
 def test_the_card_with_least_memory_is_told(lines: str, card, tmp_path: Path, monkeypatch) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\ntest \"$1\" = --query-gpu=memory.total,name && printf '{lines}'\n")
+    tool.write_text(
+        f"#!/bin/sh\ntest \"$1\" = --query-gpu=mig.mode.current,compute_cap,memory.total,name && printf '{lines}'\n"
+    )
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert find_smallest_card() == card
+
+
+def test_only_cards_that_are_visible_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\ntest "$3" = --id=1,0 && echo "Disabled, 9.0, 143771 MiB, NVIDIA H200"\n')
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = []
+    for visible in ("1,0", "2", "", "MIG-5f0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found.append(find_smallest_card())
+    assert found == [("NVIDIA H200", 143_771 << 20, 9), None, None, None]
 
 
 def test_without_nvidia_smi_nothing_is_known_of_the_cards(tmp_path: Path, monkeypatch) -> None:

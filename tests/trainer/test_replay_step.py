@@ -24,6 +24,7 @@ from telescope._launch.prepare_attempt import begin_attempt
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Saved, StepResult, TrainShard, World
 from telescope.backends.common import ranks
+from telescope.backends.fake import Fake
 from telescope.backends.fsdp import FSDP
 from telescope.cli import replay_step
 from telescope.cli.replay import main
@@ -138,6 +139,17 @@ def test_a_missing_log_prob_is_named_and_nothing_is_run(tmp_path, capsys):
         "rollout 101 of group 0 (23 tokens): the sampling log-prob of 1 trained tokens is not a finite number, first inf at"
         in said
     )
+
+
+def test_choices_for_the_runs_gpus_and_ranks_are_not_those_of_a_cpu_or_of_fewer():
+    run = FSDP(compile=True, gradient_checkpointing="selective", checkpointed_layers=3, context_parallel_size=4)
+    worlds = (World(0, 4, "cuda:0"), World(0, 1, "cuda:0"), World(0, 4, "cpu"))
+    here = [replay_step._fit_here(run, world, 4) for world in worlds]
+    assert [(one.compile, one.gradient_checkpointing, one.checkpointed_layers) for one in here] == [
+        (True, "selective", 3), (True, True, None), (False, "selective", 3),
+    ]  # fmt: skip
+    assert {one.context_parallel_size for one in here} == {1}
+    assert replay_step._fit_here(Fake(), World(0, 1, "cpu"), 4) == Fake()
 
 
 def test_a_sound_step_gives_the_loss_and_norm_of_the_run_whatever_ranks_trained_it(tmp_path, capsys):

@@ -123,7 +123,8 @@ class Megatron(BackendSettings):
     overlap_grad_reduce."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the rotation of queries and keys, and without Transformer Engine the norms (torch.compile): fewer passes over
-    memory, and some seconds at first. Needs a C++ compiler on the host. auto: true where the host has one."""
+    memory, and some seconds at first. Needs a C++ compiler on the host. auto: true on a GPU of known memory, where the host
+    has one."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Until a rank that waits for the others, at the start or in a collective, gives up with an error."""
 
