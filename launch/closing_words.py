@@ -12,6 +12,8 @@ from telescope._launch.progress import format_duration
 
 MOST_REASONS = 3
 """Of the causes by which groups were left out, as many are named."""
+ROLLOUTS = ("generated", "trained", "discarded", "left over", "failed", "retried")
+"""Of a summary's counts, which has those of cancelled groups besides, generated or not."""
 
 
 def format_closing(summary: Mapping[str, Any], *, failed: bool = False) -> str:
@@ -94,8 +96,13 @@ def _describe_steps(summary: Mapping[str, Any]) -> str:
 
 
 def _describe_rollouts(summary: Mapping[str, Any]) -> str:
-    """Counts that are not 0, and why groups were left out."""
-    counts = _list(_mapping(summary, "rollouts"))
+    """Counts that are not 0, and why groups were left out. Those of generated ones add up: what is left over was in groups that
+    were not complete, or that no step had taken yet."""
+    known = dict(_mapping(summary, "rollouts"))
+    generated, *ended = (known.get(name, 0) for name in ("generated", "trained", "discarded"))
+    if all(map(_is_number, (generated, *ended))):
+        known["left over"] = max(0, generated - sum(ended))
+    counts = _list({name: known[name] for name in ROLLOUTS if name in known})
     counted = ((reason, count) for reason, count in _mapping(summary, "reasons").items() if _is_number(count))
     reasons = sorted(counted, key=lambda reason: -reason[1])
     named = ", ".join(f"{count:,} {reason}" for reason, count in reasons[:MOST_REASONS])

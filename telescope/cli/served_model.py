@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.cli.resume import WrongOverride
+from telescope.cli.sweep import RESULTS as SWEEP_RESULTS
 from telescope.cli.targets import (
     TargetRefused,
     Tell,
@@ -138,7 +139,11 @@ def _choose_step(run: RunDirectory, trained: RunConfig, given: str | None, goes_
     if given is None or given == LATEST:
         if there:
             return there[-1]
-        if every := trained.checkpoint.every:
+        if (run.path.parent / SWEEP_RESULTS).is_file():
+            why = "its sweep kept the weights of its best point alone (checkpoint.at_end=weights keeps all)"
+        elif not opening.look(run).summary.get("steps", True):
+            why = "it ended before its first step was trained"
+        elif every := trained.checkpoint.every:
             why = f"it saves one every {every} steps (checkpoint.every)"
         else:
             why = "it saves one at its end (checkpoint.at_end)" if trained.saves else "it saves none (checkpoint.at_end)"

@@ -93,6 +93,16 @@ def test_a_run_that_saves_nothing_is_told_how_to_save(tmp_path: Path):
         served(run.path, step="two")
 
 
+def test_a_run_whose_weights_are_gone_or_never_moved_is_told_so(tmp_path: Path):
+    run = make_run(tmp_path / "mine", real(checkpoint={}))
+    run.summary_json.write_text('{"steps": 0}')
+    with pytest.raises(TargetRefused, match="it ended before its first step was trained"):
+        served(run.path)
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(TargetRefused, match="kept the weights of its best point alone"):
+        served(run.path)
+
+
 def test_what_is_no_model_is_refused_with_what_it_is(tmp_path: Path):
     run = make_run(tmp_path / "mine", real(), [40])
     with pytest.raises(TargetRefused, match=rf"is a checkpoint, .* {run.path} --step 40, or .*telescope export 40"):

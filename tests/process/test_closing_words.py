@@ -22,7 +22,7 @@ SUMMARY: dict[str, Any] = {
             "first": {"step": 0, "reward": 0.084},
         }
     },
-    "rollouts": {"generated": 20256, "trained": 15360, "discarded": 4896, "cancelled": 0, "failed": 0, "retried": 0},
+    "rollouts": {"generated": 20256, "trained": 15360, "discarded": 4880, "cancelled": 24, "failed": 0, "retried": 0},
     "failures": {"grader: TimeoutError": 3},
     "updates_skipped": 0,
     "restarts": {"server-0": 1},
@@ -42,8 +42,8 @@ def test_the_main_lines_of_a_run():
         "  exact           0.340 → 0.810  (means of 1,200 and 800 rollouts)",
         "  eval countdown  0.084 → 0.391 ± 0.018 after step 60 (512 prompts x 4, 3 failed)",
         "  steps           60",
-        "  rollouts        20,256 generated, 15,360 trained, 4,896 discarded; of groups 600 discarded: zero_advantage, "
-        "12 discarded: stale, 2 cancelled: a and 2 more causes",
+        "  rollouts        20,256 generated, 15,360 trained, 4,880 discarded, 16 left over; of groups 600 discarded: "
+        "zero_advantage, 12 discarded: stale, 2 cancelled: a and 2 more causes",
         "  failed          3 grader: TimeoutError",
         "  restarts        1 server-0",
         "  tokens          120,000 sampled (2,000/s while training), 90,000 trained",

@@ -193,7 +193,7 @@ def _describe_losses(figures: RunFigures, style: PageStyle) -> Iterator[str]:
     groups = figures.groups
     if groups.begun:
         yield style.title("Discards and alerts")
-        shares = f"{groups.discarded / groups.begun:.0%} of the begun, as in the curve, {groups.equal_share:.0%} of the scored"
+        shares = f"{groups.discarded / groups.begun:.0%} of the begun, {groups.equal_share:.0%} of the scored"
         equal = f"{groups.discarded} discarded for equal rewards ({shares})"
         if groups.discarded_reward is not None:
             equal += f", with a mean reward of {_short(groups.discarded_reward)}"
