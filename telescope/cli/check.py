@@ -73,7 +73,7 @@ def judged(
     except PlanError as error:
         return False, str(error)
     if absent := find_absent(point.config, plan, known):
-        return False, "\n  - ".join(["It needs what is not on this machine:", *absent])
+        return False, "\n  - ".join(["What it needs is not here, or not in order:", *absent])
     warnings = [*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "", settled.misfit))]
     said = [f"  {settled.sentence}"] if settled.sentence else []
     said += [f"  Warning: {warning}" for warning in warnings]

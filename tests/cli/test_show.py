@@ -142,7 +142,7 @@ def test_every_part_of_the_page_is_read_from_the_rows(run: RunDirectory, capsys:
     assert lines["held"][-2:] == ["0", "0.5"]
     assert "2 times, steps 0 to 10, standard error of the last 0.02" in page
     said = " ".join(page.split())
-    assert "10 begun, 8 scored; 2 discarded for equal rewards (20% of the begun, as in the curve, 25% of the scored)" in said
+    assert "10 begun, 8 scored; 2 discarded for equal rewards (20% of the begun, 25% of the scored)" in said
     assert "of the scored), with a mean reward of 0; 2 of them" in said
     assert "with 0 throughout; 1 too old; 1 failed" in said
     assert "groups failed: no luck × 1" in page

@@ -90,7 +90,7 @@ def test_a_missing_file_of_an_environment_is_no_valid_run(
     monkeypatch.chdir(tmp_path)
     assert check.main([*FAKE, *overrides]) == 1
     said = capsys.readouterr()
-    assert "It needs what is not on this machine:" in said.err
+    assert "What it needs is not here, or not in order:" in said.err
     assert sentence in said.err
     assert said.out == ""
     assert run.main([*FAKE, *overrides]) == 1

@@ -165,7 +165,7 @@ def test_without_a_local_copy_the_hubs_own_loader_gives_the_subset_and_the_split
         assert from_the_loader.prompts(split)[0].turns[0]["content"].startswith("en What is ")
     both = DapoMath(dataset=str(repository), subsets=("cn", "en"), **reached)
     assert len(both.prompts("train")) + len(both.prompts("eval")) == 2 * SIZE
-    with pytest.raises(NoRows, match=r"has no column 'asked'; it has prompt, solution, reward_model: set the field's name"):
+    with pytest.raises(NoRows, match=r"has no column 'asked'; it has prompt, solution, reward_model: name one of these"):
         DapoMath(dataset=str(repository), question_field="asked").prompts("train")
     with pytest.raises(NoRows, match=r"can't be had from the Hugging Face hub: ValueError: .*jp"):
         DapoMath(dataset=str(repository), subsets=("jp",)).prompts("train")
@@ -179,7 +179,7 @@ def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pyte
     lines(tmp_path / "train.jsonl", [{"question": "1+1?", "answer": "2"}])
     with pytest.raises(NoRows, match="has no file of the split 'test' among"):
         Math500(data_dir=str(tmp_path)).prompts("train")
-    with pytest.raises(NoRows, match="has no column 'problem'; it has question, answer: set the field's name"):
+    with pytest.raises(NoRows, match="has no column 'problem'; it has question, answer: name one of these"):
         Math500(data_dir=str(tmp_path / "train.jsonl"), train_split="train").prompts("train")
     (tmp_path / "train.jsonl").write_text("{no json")
     with pytest.raises(

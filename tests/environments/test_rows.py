@@ -130,5 +130,5 @@ def test_a_row_knows_its_place_and_the_columns_of_all_rows_count(tmp_path: Path)
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"b": 2}\n')
     rows = DatasetSource("x", data_dir=str(tmp_path / "rows.jsonl")).rows("train", ("a", "b"))
     assert rows == [{"a": 1, "b": None}, {"a": None, "b": 2}]
-    with pytest.raises(NoRows, match=r"rows\.jsonl has no column 'c'; it has a, b: set the field's name"):
+    with pytest.raises(NoRows, match=r"rows\.jsonl has no column 'c'; it has a, b: name one of these"):
         DatasetSource("x", data_dir=str(tmp_path / "rows.jsonl")).rows("train", ("c",))

@@ -152,7 +152,8 @@ def check_columns(have: Sequence[str], paths: Sequence[str], place: str, any_row
     columns = list(dict.fromkeys(find_column(path, have) for path in paths))
     missing = [column for column in columns if column not in have]
     if missing:
-        raise NoRows(f"{place} has no column {missing[0]!r}; it has {', '.join(have)}: set the field's name to one of these")
+        has = f"{place} has no column {missing[0]!r}; it has {', '.join(have)}"
+        raise NoRows(f"{has}: name one of these in the environment's kwargs, as question_field does")
     if twice := [column for column in columns if list(have).count(column) > 1]:
         raise NoRows(f"{place} has {list(have).count(twice[0])} columns called {twice[0]!r}: rename all but one")
     return columns
