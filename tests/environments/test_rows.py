@@ -132,3 +132,9 @@ def test_a_row_knows_its_place_and_the_columns_of_all_rows_count(tmp_path: Path)
     assert rows == [{"a": 1, "b": None}, {"a": None, "b": 2}]
     with pytest.raises(NoRows, match=r"rows\.jsonl has no column 'c'; it has a, b: name one of these"):
         DatasetSource("x", data_dir=str(tmp_path / "rows.jsonl")).rows("train", ("c",))
+
+
+def test_a_packed_file_under_another_name_is_called_packed(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(gzip.compress(b'{"a": 1}\n'))
+    with pytest.raises(NoRows, match=r"packed by gzip, by its first bytes: call it rows\.jsonl\.gz"):
+        DatasetSource("x", data_dir=str(tmp_path / "rows.jsonl")).rows("train", ("a",))

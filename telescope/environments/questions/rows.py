@@ -91,7 +91,7 @@ def read_json(file: Path, columns: Sequence[str], required: Sequence[str] = ()) 
     """The rows of JSON lines or of a JSON array, with the columns of these fields (`find_column`). Raises `NoRows`, also where
     no row has one of the columns, or where one row lacks one of those that are `required`."""
     content = (_unpack(file) if file.name.endswith(".gz") else file.read_bytes()).removeprefix(b"\xef\xbb\xbf")
-    _refuse_utf16(file, content)
+    _refuse_other_bytes(file, content)
     lines = file.name.endswith((".jsonl", ".jsonl.gz"))
     objects = _read_lines(file, content) if lines or not content.lstrip().startswith(b"[") else _read_array(file, content)
     rows: list[PlacedRow] = []
@@ -126,7 +126,7 @@ def read_table(file: Path, columns: Sequence[str]) -> list[PlacedRow]:
         table = parquet.ParquetFile(file).read(columns=wanted)
     elif file.name.endswith(".csv"):
         with file.open("rb") as opened_raw:
-            _refuse_utf16(file, opened_raw.read(_SHOWN))
+            _refuse_other_bytes(file, opened_raw.read(_SHOWN))
         parse = csv.ParseOptions(newlines_in_values=True)
         with csv.open_csv(file, parse_options=parse) as opened:
             _check_commas(file, opened.schema.names, columns)
@@ -166,8 +166,10 @@ def _unpack(file: Path) -> bytes:
         raise NoRows(f"{file} can't be read: it is not whole, or not packed by gzip: {error}: write it anew") from error
 
 
-def _refuse_utf16(file: Path, content: bytes) -> None:
-    """Every second byte of a Latin text is 0 then."""
+def _refuse_other_bytes(file: Path, content: bytes) -> None:
+    """What is packed, and UTF-16: every second byte of a Latin text is 0 then."""
+    if content.startswith(b"\x1f\x8b"):
+        raise NoRows(f"{file} can't be read: it is packed by gzip, by its first bytes: call it {file.name}.gz")
     if content.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in content[:4]:
         raise NoRows(f"{file} can't be read: it is UTF-16, by its first bytes: write it as UTF-8")
 
