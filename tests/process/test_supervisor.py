@@ -194,7 +194,10 @@ def test_an_error_of_the_orchestrators_own_is_told_of_a_stopped_run_too(launch: 
     launched.signal(signal.SIGTERM)
     code, _, err = launched.end()
     assert code == 143
-    assert err.endswith("\nThe orchestrator ended with an error of its own: no checkpoint: the disk is full.\n")
+    assert err.endswith(
+        "\nThe orchestrator ended with an error of its own: no checkpoint: the disk is full. What was trained since the latest "
+        "complete checkpoint is not saved.\n"
+    )
 
 
 def test_what_a_process_leaves_behind_is_ended_with_it(launch: Launch) -> None:
