@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import json
 import re
+import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,8 +28,14 @@ from telescope.config.words import ConfigError
 from tests.docs.shown import Called
 from tests.product import ROOT
 
-STANDS_FOR_A_MODEL = ("FOLDER", "/data/my-model", "/data/moe")
+STANDS_FOR_A_MODEL = ("FOLDER", "/data/my-model")
 """Folders that are the reader's own: an embedded model stands in for them."""
+WITH_EXPERTS = "/data/moe"
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+"""What the configuration of the model in that folder says besides."""
 
 
 class Parsed(Exception):
@@ -159,9 +166,23 @@ def _judge_settings(asked: argparse.Namespace) -> Iterator[str]:
     folder = str(model_path(embedded_models()[0]))
     for stand_in in STANDS_FOR_A_MODEL:
         given = [f"model.name={folder}" if word == f"model.name={stand_in}" else word for word in given]
+    if f"model.name={WITH_EXPERTS}" in given:
+        given = [
+            f"model.name={_make_experts(Path(folder))}" if word == f"model.name={WITH_EXPERTS}" else word for word in given
+        ]
     environ = dict.fromkeys(find_references(given), "a-value-of-the-readers")
     for point in load_points(given, places_for(getattr(asked, "config_dir", None)), environ, sweep=multirun):
         yield from (problem.sentence for problem in point.problems)
+
+
+def _make_experts(folder: Path) -> Path:
+    """A folder in the current one, like that of a model but for what its configuration says."""
+    made = Path("with experts").absolute()
+    if not made.exists():
+        shutil.copytree(folder, made)
+        file = made / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | EXPERTS), encoding="utf-8")
+    return made
 
 
 def unquoted(line: str) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.product import ROOT
 
 PROGRAMS = (
-    *("telescope", "python", "pip", "curl", "scp", "ssh", "torchrun", "hf", "podman", "openssl", "srun", "sbatch"),
+    *("telescope", "python", "pip", "curl", "scp", "ssh", "torchrun", "hf", "podman", "openssl", "srun", "sbatch", "lm_eval"),
     *("./scripts/run", "./scripts/test", "bundle/install.sh"),
 )
 """What is recorded in place of being run; all else in a command line is the shell's own or a tool of every machine."""
