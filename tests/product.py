@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("telescope", "launch")
@@ -18,6 +21,17 @@ def product_files(root: Path = ROOT) -> Iterator[Path]:
     for name in (name for name in PRODUCT if not (root / name).is_symlink()):
         for folder, _, files in sorted(os.walk(root / name)):
             yield from (Path(folder, file) for file in sorted(files) if file.endswith(".py"))
+
+
+def load_script(path: Path) -> ModuleType:
+    """A file that no package has, such as one of scripts/, as a module of its own."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
 def definitions(tree: ast.AST, outer: Sequence[str] = ()) -> Iterator[tuple[str, Definition]]:

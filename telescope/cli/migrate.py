@@ -124,8 +124,8 @@ def read(file: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             kind = "a list" if isinstance(content, list) else "a single value"
             raise MigrateError(f"{file} holds {kind}: a file of settings has each as name: value")
-        for where, why in find_strange(content):
-            raise MigrateError(f"{file}: {where}: {why}")
+        if strange := find_strange(content):
+            raise MigrateError(f"{file}: {strange}")
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
@@ -142,31 +142,31 @@ def read(file: Path) -> dict[str, Any]:
     return {str(name): value for name, value in tree.items()}
 
 
-def find_strange(content: Any) -> Iterator[tuple[str, str]]:
-    """(Where, why) of what no setting can be, such as binary data; also of a file whose aliases stand for more than anyone
-    writes."""
+def find_strange(content: Any) -> str:
+    """Where something is that no setting can be, such as binary data, or that a file's aliases stand for more than anyone
+    writes; empty where nothing is."""
     waiting, met = [("", content)], 0
     while waiting:
         where, value = waiting.pop()
         met += 1
         if met > MOST_VALUES:
-            yield where, f"with its aliases (*name) the file has more than {MOST_VALUES:,} values"
-            return
+            return f"{where}: with its aliases (*name) the file has more than {MOST_VALUES:,} values"
         if isinstance(value, dict):
-            for name, below in value.items():
-                if not isinstance(name, str | int | float | bool):
-                    yield where or "the file", f"{name!r} is the name of a setting: write a word"
-                waiting.append((f"{where}.{name}".lstrip("."), below))
+            names = [name for name in value if not isinstance(name, str | int | float | bool)]
+            if names:
+                return f"{where or 'the file'}: {names[0]!r} is the name of a setting: write a word"
+            waiting += [(f"{where}.{name}".lstrip("."), below) for name, below in value.items()]
         elif isinstance(value, list):
             waiting += [(f"{where}[{index}]", below) for index, below in enumerate(value)]
         elif isinstance(value, str):
             if len(value) > MOST_LETTERS or not _is_text(value):
-                yield where, f"it is longer than {MOST_LETTERS:,} letters, or has characters that are no text"
+                return f"{where}: it is longer than {MOST_LETTERS:,} letters, or has characters that are not text"
         elif isinstance(value, int):
             if abs(value) > MOST_INTEGER:
-                yield where, "it is too large a number for any setting"
+                return f"{where}: it is too large a number for any setting"
         elif value is not None and not isinstance(value, float | date):
-            yield where, f"it is of the kind {type(value).__name__}, which no setting is: write text or a number"
+            return f"{where}: it is of the kind {type(value).__name__}, which no setting is: write text or a number"
+    return ""
 
 
 def _is_text(value: str) -> bool:

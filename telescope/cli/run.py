@@ -203,11 +203,8 @@ def _refusal(points: Sequence[Point]) -> str:
 
 @unblock_output()
 def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None = None) -> int:
-    """One run a point, one after another, or all in Slurm's queue; every plan that this host can make is made first.
-
-    Returns the first exit code that is not 0, or that of the run with which an interrupt ended the sweep. The sweep is told how
-    each point ended.
-    """
+    """The one run, or those of a sweep one after another or all in Slurm's queue; every plan that this host can make is made
+    first. Returns the run's exit code, or a sweep's."""
     try:
         orders = _orders(points, arguments, sweep)
     except _NotStarted as refusal:
@@ -217,17 +214,13 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
         return submit_all(orders, sweep, points)
     if sweep is not None:
         return _sweep_all(orders, points, sweep)
-    failed = OK
-    for order in orders:
-        code = join_run(order) if order.standing.rank else run_one(order)
-        failed = failed or code
-        if code in BY_SIGNAL or _interrupted(order):
-            return code
-    return failed
+    (order,) = orders
+    return join_run(order) if order.standing.rank else run_one(order)
 
 
 def _sweep_all(orders: Sequence[RunOrder], points: Sequence[Point], sweep: Sweep) -> int:
-    """The points of a sweep on this host, a line on the terminal each. Returns as `_run_all`."""
+    """The points of a sweep on this host, a line on the terminal each; the sweep is told how each ended. Returns the first exit
+    code that is not 0. A signal ends the sweep: then that of the run which got it, or the signal's where that run was done."""
     from telescope._launch.progress import Console
     from telescope.cli.sweep import list_swept
 
@@ -245,8 +238,10 @@ def _sweep_all(orders: Sequence[RunOrder], points: Sequence[Point], sweep: Sweep
         console.say(f"{number}  {sweep.describe(result, time.monotonic() - begun)}")
         if kept_by_sweep:
             sweep.keep_best(result)
-        if code in BY_SIGNAL or _interrupted(order):
+        if code in BY_SIGNAL:
             return code
+        if (number := look(RunDirectory(Path(str(order.config.run_dir)))).exit.interrupted) is not None:
+            return code or 128 + number  # it came while the run was ending by itself
     return failed
 
 
@@ -314,11 +309,6 @@ def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | No
             RunOrder(config, plan, standing, warnings, tuple(arguments), started, given=as_given, chosen=decision.sentence)
         )  # fmt: skip
     return orders
-
-
-def _interrupted(order: RunOrder) -> bool:
-    """Whether a signal came while the run was ending by itself: then its exit code tells of that end."""
-    return look(RunDirectory(Path(str(order.config.run_dir)))).exit.interrupted is not None
 
 
 def _as_point(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:

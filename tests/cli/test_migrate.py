@@ -367,7 +367,7 @@ ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("wandb_project: !!binary aGVsbG8=\n", "wandb_project: it is of the kind bytes"),
         ("group_size: !!set {a, b}\n", "group_size: it is of the kind set"),
         ("model: null\nnull: 4\n", "None is the name of a setting"),
-        ('model: "\\ud800"\n', "characters that are no text"),
+        ('model: "\\ud800"\n', "characters that are not text"),
         pytest.param(f"group_size: {'9' * 5000}\n", "can't be read", id="digits"),
         (f"group_size: {'9' * 50}\n", "too large a number"),
         pytest.param(f"wandb_project: {'x' * 30_000}\n", "longer than 20,000 letters", id="long"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tests.product import load_script
 
 ROOT = Path(__file__).parents[2]
 LAYERS, HEADS, KV_HEADS, HIDDEN, INNER = 2, 4, 2, 64, 96
@@ -36,10 +37,7 @@ NAMES = {  # as llama.cpp's documentation of the format has them
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("model_from_gguf", ROOT / "scripts" / "model_from_gguf.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "scripts" / "model_from_gguf.py")
 
 
 @pytest.fixture(scope="module")

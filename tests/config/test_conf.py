@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -18,6 +17,7 @@ from omegaconf import OmegaConf
 from telescope.compose.load import load_points, places_for
 from telescope.compose.options import CHOSEN_PARTS, GROUPS, PLUGIN_GROUPS, Places
 from tests.config.conftest import write
+from tests.product import load_script
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -43,13 +43,7 @@ assert not any(name.partition(".")[0] == "telescope" for name in sys.modules)
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("write_conf", ROOT / "scripts" / "write_conf.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["write_conf"] = module  # its dataclass looks there
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "scripts" / "write_conf.py")
 
 
 @pytest.fixture

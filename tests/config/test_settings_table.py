@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,16 +8,14 @@ from telescope.config import plugins
 from telescope.config.run import RunConfig
 from telescope.environments.sandboxes.pool import SandboxSettings
 from telescope.settings import Settings
+from tests.product import load_script
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("settings_table", ROOT / "scripts" / "settings_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "scripts" / "settings_table.py")
 
 
 def test_the_pages_of_the_documentation_are_current(script):

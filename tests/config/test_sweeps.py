@@ -6,13 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from hydra.core.config_store import ConfigStore
 
+from telescope._launch.hosts.node_identity import NodeIdentity
 from telescope._launch.own_command import name_own_command
+from telescope.cli import run
 from telescope.cli.run import _as_point, _leaves_saves_to_sweep
+from telescope.cli.start import RunOrder
 from telescope.cli.sweep import OBJECTIVE, Sweep, list_swept, name_point
 from telescope.compose.load import Point, UsageError, load_points, places_for, version_base_for
 from telescope.compose.sweeper import InvalidPoints, SweepStopped, has_sweeper, search
@@ -273,3 +277,27 @@ def test_a_sweep_over_several_hosts_is_refused_on_each_before_anything_starts(te
     assert "A sweep (-m) over 2 hosts is not possible" in shown.stderr
     assert "Nothing was started." in shown.stderr
     assert not list(tmp_path.rglob("run.json"))
+
+
+def test_a_signal_ends_the_sweep_though_the_run_that_got_it_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in its last save: the code says that points are missing, and who chooses points asks for no more."""
+    points = load_points(("experiment=fake", "seed=1,2"), places_for(None), os.environ, sweep=True)
+    started = list[Path]()
+
+    def run_one(order: RunOrder, *, kept_by_sweep: bool) -> int:
+        started.append(ended(Path(str(order.config.run_dir)), {"reward_policy_last": 0.5}))
+        RunDirectory(started[-1]).exit_json.write_text('{"exit_code": 0, "interrupted": 2}')
+        return 0
+
+    monkeypatch.setattr(run, "run_one", run_one)
+    orders = [
+        RunOrder(
+            point.config.model_copy(update={"run_dir": str(tmp_path / str(number))}),
+            None, NodeIdentity(), (), (), datetime.now().astimezone(),
+        )
+        for number, point in enumerate(points) if point.config is not None
+    ]  # fmt: skip
+    sweep = Sweep(tmp_path / "sweep")
+    assert run._sweep_all(orders, points, sweep) == 130
+    assert [result.exit_code for result in sweep.results] == [0]
+    assert len(started) == 1

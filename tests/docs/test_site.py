@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.product import ROOT
+from tests.product import ROOT, load_script
 
 BUILD_S = 300
 FETCHED = re.compile(
@@ -55,12 +54,7 @@ def pages_of(nav: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "scripts" / "site_hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "scripts" / "site_hooks.py")
 
 
 def test_every_page_for_users_is_in_the_navigation_once(hooks: ModuleType) -> None:

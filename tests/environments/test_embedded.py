@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from tests.product import load_script
+
 ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "telescope" / "embedded"
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("make_tiny_models", ROOT / "scripts" / "make_tiny_models.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_tiny_models"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "scripts" / "make_tiny_models.py")
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from telescope.environments.template import ChatTemplate
 from tests.environments.conftest import EMBEDDED
 from tests.environments.playing import played
 from tests.environments.tools.talk import Talk
+from tests.product import load_script
 
 ROOT = Path(__file__).parents[2]
 FOLDER = EMBEDDED / "tiny_tools"
@@ -24,13 +23,7 @@ FOLDER = EMBEDDED / "tiny_tools"
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("make_tiny_tools", ROOT / "scripts" / "make_tiny_tools.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_tiny_tools"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "scripts" / "make_tiny_tools.py")
 
 
 def test_size_and_tokenizer() -> None:

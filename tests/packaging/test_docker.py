@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import re
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.product import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "scripts" / "containers").glob("*.Dockerfile"))
@@ -68,12 +69,7 @@ def test_what_is_sent_is_what_the_installation_reads() -> None:
 
 @pytest.fixture(scope="module")
 def health() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("container_health", ROOT / "scripts" / "containers" / "health.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "scripts" / "containers" / "health.py")
 
 
 @pytest.fixture

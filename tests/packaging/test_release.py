@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.packaging.test_pythons import find, outside
+from tests.product import load_script
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BUILD_S, INSTALL_S, RUN_S = 300, 900, 300
@@ -26,12 +26,7 @@ NEED_TORCH = ("torch", "peft")
 
 @pytest.fixture
 def release() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("_release", CHECKOUT / "scripts" / "_release.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(CHECKOUT / "scripts" / "_release.py")
 
 
 def git(folder: Path, *arguments: str) -> None:
