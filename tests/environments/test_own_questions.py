@@ -200,7 +200,7 @@ def test_chat_lists_are_prompts_and_their_last_message_may_be_the_answer(tmp_pat
             r"q\.jsonl, line 2 has no column 'question', .*; it has qestion, answer: mend",
         ),
         ("q.jsonl", '{"question": "a", "answer": "1"}\n\n{oops\n', {}, r"q\.jsonl can't be read: line 3 is not JSON"),
-        ("q.jsonl", '{"asked": "a", "answer": "1"}\n', {}, r"q\.jsonl has no column 'question'; it has asked, answer: set"),
+        ("q.jsonl", '{"asked": "a", "answer": "1"}\n', {}, r"q\.jsonl has no column 'question'; it has asked, answer: name "),
         ("q.jsonl", '{"question": null, "answer": "1"}\n', {}, r"q\.jsonl has no row with a question and an answer"),
         ("q.json", '[{"question": {"text": "a"}, "answer": "1"}]', {}, "row 0: column 'question' holds an object"),
         ("q.csv", "question,answer\na,1\nb,2,3\n", {}, r"q\.csv can't be read: .*Expected 2 columns, got 3"),
