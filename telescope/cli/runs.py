@@ -33,7 +33,7 @@ from telescope.cli.arguments import from_one, from_zero
 from telescope.cli.sweep import Sweep
 from telescope.exit_codes import STOPS
 from telescope.runlog.files import DamagedFile, open_file
-from telescope.runlog.holder import find_state, stop
+from telescope.runlog.holder import find_original, find_state, stop
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import BestCheckpointFile, EvalReward, RunLook, is_run, look
 
@@ -325,6 +325,11 @@ def _stop(asked: argparse.Namespace) -> int:
         return FAILED
     if find_state(holder) == "elsewhere":
         sys.stderr.write(f"{asked.run} is watched by process {holder.pid} on {holder.host}: stop it there\n")
+        return FAILED
+    if (original := find_original(holder, run)) is not None:
+        sys.stderr.write(
+            f"{asked.run} is a copy: process {holder.pid} watches {original}, which `telescope runs stop {original}` ends\n"
+        )
         return FAILED
     match stop(holder, asked.timeout):
         case "gone":

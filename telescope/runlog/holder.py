@@ -20,16 +20,18 @@ StopResult = Literal["ended", "late", "gone"]
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """`started`: the process's start in clock ticks since boot. A later process may get the same number, not the same start."""
+    """`started`: the process's start in clock ticks since boot. A later process may get the same number, not the same start.
+    `directory`: the run's, as that process saw it; empty in runs of before it was written down."""
 
     host: str
     pid: int
     started: int
+    directory: str = ""
 
 
 def hold(run: RunDirectory) -> None:
     """Write down that this process watches the run."""
-    holder = Holder(socket.gethostname(), os.getpid(), _start_ticks(os.getpid()) or 0)
+    holder = Holder(socket.gethostname(), os.getpid(), _start_ticks(os.getpid()) or 0, str(run.path.resolve()))
     write_atomically(run.holder_json, msgspec.json.encode(holder).decode() + "\n", mode=0o600)
 
 
@@ -38,6 +40,15 @@ def read_holder(run: RunDirectory) -> Holder | None:
     try:
         return read_json(run.holder_json, Holder)
     except FileNotFoundError:
+        return None
+
+
+def find_original(holder: Holder, run: RunDirectory) -> Path | None:
+    """The directory that the process watches, where `run` is a copy of it that somebody made while the run went on."""
+    original = Path(holder.directory)
+    try:
+        return original if holder.directory and not original.samefile(run.path) else None
+    except OSError:  # moved since, or seen from another host
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from telescope.config.run import _hash_of, load_run
 from telescope.config.secrets import SecretMissing
 from telescope.inference.main import http_api_key
 from telescope.runlog import attempts, http_key
-from telescope.runlog.holder import Holder, find_state, hold, read_holder, stop
+from telescope.runlog.holder import Holder, find_original, find_state, hold, read_holder, stop
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import look
@@ -181,6 +182,22 @@ def test_stop_asks_the_process_that_watches_as_ctrl_c_would_and_waits_for_its_en
     assert stop(holder, 60) == "gone"
     assert runs.main(["stop", str(run.path)]) == 0
     assert "has ended already" in capsys.readouterr().out
+
+
+def test_stop_of_a_copy_leaves_the_run_alone_that_it_was_made_of(tmp_path: Path, capsys):
+    run = made(tmp_path / "a")
+    hold(run)  # this process: were it asked to stop, pytest would end
+    shutil.copytree(run.path, tmp_path / "copy")
+    assert runs.main(["stop", str(tmp_path / "copy")]) == 1
+    assert f"copy is a copy: process {os.getpid()} watches {run.path}, which `telescope runs stop {run.path}`" in (
+        capsys.readouterr().err
+    )
+    holder = read_holder(run)
+    assert holder is not None
+    (tmp_path / "linked").symlink_to(run.path)
+    assert find_original(holder, RunDirectory(tmp_path / "linked")) is None
+    run.path.rename(tmp_path / "moved")
+    assert find_original(holder, RunDirectory(tmp_path / "moved")) is None
 
 
 def test_stop_ends_a_run_that_ctrl_z_has_stopped(tmp_path: Path):
