@@ -40,8 +40,8 @@ class EvalSettings(Settings):
     """The k of pass@k and pass^k, none above num_samples."""
     pass_above: float = Field(default=0.5, allow_inf_nan=False)
     """An answer passes with a reward of the environment above this."""
-    temperature: float | None = Field(default=None, ge=0.01, le=2)
-    """Answers are sampled at it; null: as in training."""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """Answers are sampled at it; 0: the likeliest token each time; null: as in training."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Sample from the likeliest tokens with this share of the probability; null: as in training."""
     max_tokens: int | None = Field(default=None, ge=1, le=100_000_000)
@@ -75,8 +75,8 @@ class EvalEntry(Settings):
     """The k of pass@k and pass^k."""
     pass_above: float | None = Field(default=None, allow_inf_nan=False)
     """An answer passes with a reward above this."""
-    temperature: float | None = Field(default=None, ge=0.01, le=2)
-    """Answers are sampled at it."""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """Answers are sampled at it; 0: the likeliest token each time."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Sample from the likeliest tokens with this share of the probability."""
     max_tokens: int | None = Field(default=None, ge=1, le=100_000_000)
@@ -263,6 +263,13 @@ def find_mistakes(
                 f"{place('pass_at_k')}={list(one.pass_at_k)} asks for k={most} of the eval {one.name}, which has "
                 f"{place('num_samples')}={one.num_samples} answers to a prompt: raise {place('num_samples')} to {most}, or "
                 "leave that k out",
+            )
+        if one.temperature == 0 and one.num_samples > 1:
+            yield (
+                (place("temperature"), place("num_samples")),
+                f"{place('temperature')}={one.temperature:g} takes the likeliest token each time, so the "
+                f"{place('num_samples')}={one.num_samples} answers to a prompt of the eval {one.name} are one: set "
+                f"{place('num_samples')}=1, or a temperature above 0",
             )
         if number_of_steps is not None and not one.is_due(number_of_steps):
             when = f"{place('every')} is null" if one.every is None else f"{place('every')}={one.every}"

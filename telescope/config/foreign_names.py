@@ -349,7 +349,7 @@ profiler.* | - | `telescope doctor` and the metrics say where time goes
 [actor_rollout_ref.rollout.val_kwargs.]
 temperature top_p | eval.=
 n | eval.num_samples
-do_sample | - | An eval samples at eval.temperature, of which 0.01 is the lowest
+do_sample | - | An eval samples at eval.temperature; 0 takes the likeliest token each time
 top_k | - | An eval samples with rollout.top_k
 [algorithm.]
 adv_estimator | algorithm

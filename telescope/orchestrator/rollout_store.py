@@ -199,11 +199,11 @@ class Rollout:
         version that any server can have sampled with. Raises `UnusableRollout`; nothing has changed then.
         """
         if self.order.eval and not result.branch_lengths and not any(map(len, arrays)):  # of a server that tells no tokens
-            wrong = _find_wrong_number(result) or _find_wrong_turn_reward(result)
+            wrong = _find_wrong_number(result, bool(self.order.eval)) or _find_wrong_turn_reward(result)
         else:
             wrong = (
                 _find_wrong_shape(result, arrays)
-                or _find_wrong_number(result)
+                or _find_wrong_number(result, bool(self.order.eval))
                 or _find_wrong_token(result, arrays, newest)
                 or _find_wrong_turn_reward(result)
                 or _find_wrong_turn(result, arrays[1])
@@ -292,13 +292,13 @@ def _find_wrong_shape(result: RolloutResult, arrays: tuple[np.ndarray, ...]) -> 
     return ""
 
 
-def _find_wrong_number(result: RolloutResult) -> str:
+def _find_wrong_number(result: RolloutResult, of_eval: bool) -> str:
     if not abs(result.reward) <= turn_credit.REWARD_LIMIT:  # NaN is not
         return f"its reward is {result.reward}, and it must be a number within ±{turn_credit.REWARD_LIMIT:.0e}"
     for name, value in result.metrics.items():
         if not abs(value) <= METRIC_LIMIT:
             return f"its metric {name!r} is {value}, and it must be a number within ±{METRIC_LIMIT:.0e}"
-    if not 0 < result.temperature < np.inf:
+    if not (0 < result.temperature < np.inf or (of_eval and result.temperature == 0)):
         return f"its temperature is {result.temperature}"
     longest = result.branch_lengths[0] if result.branch_lengths else LIMIT
     if not 0 <= result.prompt_tokens <= longest:

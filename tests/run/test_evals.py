@@ -57,7 +57,7 @@ def test_two_evals_beside_training_and_their_numbers(start: Start):
         "eval.num_samples=4",
         "eval.pass_at_k=[1,2,4]",
         "+evals.countdown={every:2,num_prompts:5}",
-        "+evals.letters={environment:reverse_letters,kwargs:{num_eval:3},pass_above:0.1,baseline:false,temperature:0.5}",
+        "+evals.letters={environment:reverse_letters,kwargs:{num_eval:3},pass_above:0.1,baseline:false,temperature:0}",
     )
     assert run.wait() == 0, run.said()
     rows = run.rows("evals")
@@ -69,7 +69,7 @@ def test_two_evals_beside_training_and_their_numbers(start: Start):
     first = next(row for row in rows if row["step"] == 0)
     assert (first["version_first"], first["version_last"]) == (0, 0)
     assert {(row["version_first"], row["version_last"]) for row in rows if row["step"] == 4} == {(4, 4)}
-    assert {row["temperature"] for row in scored(run, "letters", 4)} == {0.5}
+    assert {row["temperature"] for row in scored(run, "letters", 4)} == {0.0}
     assert {row["temperature"] for row in scored(run, "countdown", 4)} == {1.0}
     seeds = [{(row["index"], row["sample"], row["seed"]) for row in scored(run, "countdown", step)} for step in (0, 2, 4)]
     assert seeds[0] == seeds[1] == seeds[2]
