@@ -40,6 +40,8 @@ FAKE = (
 )
 ELSEWHERE = ("gsm8k", "code_generation", "adds_up", "/shared/", "RUN_DIR", "FOLDER", "runs/blind", "runs/first", "--answers")
 """Words of commands that need a data set, a sandbox, another page's run or a file of the reader's own."""
+NOT_HERE = ("data_dir=/", "scoring=judge")
+"""Of runs that need a reader's own data set, or a judge."""
 ONE_COMMAND_S = 180
 
 
@@ -116,12 +118,14 @@ def test_runs_of_embedded_models_train_a_step(page: Path, tmp_path: Path, monkey
 
 def shorten(arguments: Sequence[str]) -> tuple[str, ...] | None:
     """The same run as one step that needs no engine; None for what is not a run of one embedded model on this machine, and for
-    what is about the engine or the backend itself."""
+    what is about the engine or the backend itself, or needs what the page does not write."""
     if arguments[:1] != ["run"] or any(word in ("-m", "--help", "--new-key", "--cfg", "--info") for word in arguments):
         return None
     if any(word.startswith(("cluster=", "backend", "inference", "weight_sync", "model.lora", "eval")) for word in arguments):
         return None
     config_dir = arguments[arguments.index("--config-dir") + 1] if "--config-dir" in arguments else None
+    if any(part in word for word in arguments for part in NOT_HERE) or (config_dir and not Path(config_dir).is_dir()):
+        return None
     overrides = [word for word in arguments[1:] if "=" in word]
     (point,) = load_points([*overrides, *FAKE], places_for(config_dir), os.environ)
     if point.config is None or point.config.model.name not in embedded_models():

@@ -57,7 +57,10 @@ def test_two_evals_beside_training_and_their_numbers(start: Start):
         "eval.num_samples=4",
         "eval.pass_at_k=[1,2,4]",
         "+evals.countdown={every:2,num_prompts:5}",
-        "+evals.letters={environment:reverse_letters,kwargs:{num_eval:3},pass_above:0.1,baseline:false,temperature:0}",
+        "+evals.letters={environment:reverse_letters,kwargs:{num_eval:3},pass_above:0.1,baseline:false}",
+        "evals.letters.num_samples=1",
+        "evals.letters.pass_at_k=[1]",
+        "evals.letters.temperature=0",
     )
     assert run.wait() == 0, run.said()
     rows = run.rows("evals")
