@@ -279,8 +279,18 @@ def _describe_advice(figures: RunFigures, advice: Sequence[Advice], style: PageS
     for number, one in enumerate(advice[:MOST_ADVICE], start=1):
         yield from style.wrap(f"{number}. {one.found[:1].upper()}{one.found[1:]}. {one.reason}")
         yield f"       {one.command}"
+        if one.resume:
+            yield from _describe_resume(one.resume, style)
     if len(advice) > MOST_ADVICE:
         yield f"  {len(advice) - MOST_ADVICE} more with --json."
+
+
+def _describe_resume(sentence: str, style: PageStyle) -> Iterator[str]:
+    """A command in it is in a line of its own, and whole."""
+    words, colon, command = sentence.partition(": telescope ")
+    yield from style.wrap(f"{words}:" if colon else sentence)
+    if colon:
+        yield f"       telescope {command}"
 
 
 def _describe_no_step(figures: RunFigures) -> str:
