@@ -307,6 +307,15 @@ def test_a_damaged_block_is_named_and_the_rest_is_shown(run: RunDirectory, capsy
     assert json.loads(shown(run, capsys, "--json"))["damaged"][0].startswith(str(block))
 
 
+def test_of_a_folder_of_runs_the_table_is_shown_and_the_line_for_one_of_them(run: RunDirectory, tmp_path: Path, capsys):
+    assert main(["runs", "list", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert main(["show", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{table}\nOne of them: telescope show {run.path}\n"
+    assert main(["show", str(tmp_path), "--json"]) == 1
+    assert "`telescope runs list` has those of a folder" in capsys.readouterr().err
+
+
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, capsys):
     assert main(["show", str(tmp_path / "nowhere")]) == 1
     assert "nowhere is not a run directory: it has no run.json; `telescope runs list`" in capsys.readouterr().err
