@@ -16,6 +16,8 @@ NARROWEST = 80
 MOST_ADVICE = 4
 MOST_LINES = 5
 """Of alerts, causes, environments and evals each."""
+MOST_CHARACTERS = 4_000
+"""Of an alert or a reason, which are wrapped whole: only what no sentence is as long as is cut."""
 NAME_WIDTH, NUMBER_WIDTH = 15, 9
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 ASCII = str.maketrans({"·": "-", "…": "...", "→": "->", "–": "-", "±": "+-", "×": "x", "“": '"', "”": '"'})
@@ -81,7 +83,7 @@ def _describe_run(figures: RunFigures, style: PageStyle) -> Iterator[str]:
     how_far = f"step {figures.step}" + (f" of {steps}" if steps else "")
     yield style.title(style.clip(f"{figures.run_dir} · {figures.state} · {how_far}", style.width))
     if figures.reason:
-        yield from style.wrap(style.clip(figures.reason, 4 * style.width - 20))
+        yield from style.wrap(style.clip(figures.reason, MOST_CHARACTERS))
     for sentence in figures.damaged[:MOST_LINES]:
         yield from style.wrap(style.clip(sentence.removeprefix(f"{figures.run_dir}/"), 3 * style.width - 60), "damaged")
     if len(figures.damaged) > MOST_LINES:
@@ -209,7 +211,7 @@ def _describe_losses(figures: RunFigures, style: PageStyle) -> Iterator[str]:
         yield from _describe_environment(one, style)
     for alert in figures.alerts[:MOST_LINES]:
         times = f" (× {alert.count})" if alert.count > 1 else ""
-        yield from style.wrap(f"alert{times}: {style.clip(f'{alert.source}: {alert.message}', 2 * style.width - 40)}")
+        yield from style.wrap(f"alert{times}: {style.clip(f'{alert.source}: {alert.message}', MOST_CHARACTERS)}")
     if len(figures.alerts) > MOST_LINES:
         yield f"  alert: {len(figures.alerts) - MOST_LINES} more kinds in the stream `alerts`"
     if figures.updates_skipped:
