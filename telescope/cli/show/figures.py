@@ -25,6 +25,7 @@ from telescope.config.secrets import find_references
 from telescope.flow.group_lifecycle import OFF_POLICY
 from telescope.flow.groups import GroupState
 from telescope.runlog import checkpoints
+from telescope.runlog.eval_words import describe_interval
 from telescope.runlog.files import DamagedFile, read_bytes, read_json
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import RunLook, look, read_or_note
@@ -131,6 +132,8 @@ class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[int, ...]
     error: float | None
     """Standard error of the last reward."""
+    interval: str = ""
+    """At 95 %, of the last; where it is known."""
     prompts: int | None = None
     """Of the last."""
 
@@ -559,7 +562,9 @@ def read_evals(run: RunDirectory, damaged: list[DamagedFile]) -> Iterator[EvalFi
         if curve is not None:
             last = by_step[steps[-1]]
             error, prompts = _number(last, "reward_error"), _whole(last, "prompts")
-            yield EvalFigures(name=name, reward=curve, steps=steps, error=error, prompts=prompts)
+            yield EvalFigures(
+                name=name, reward=curve, steps=steps, error=error, prompts=prompts, interval=describe_interval(last)
+            )
 
 
 def read_alerts(newest: _NewestRows) -> tuple[RepeatedAlert, ...]:
