@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from telescope._launch.progress import format_duration
+from telescope.flow.group_lifecycle import describe_reason
+from telescope.runlog.eval_words import describe_reward
 
 MOST_REASONS = 3
 """Of the causes by which groups were left out, as many are named."""
@@ -84,10 +86,9 @@ def _describe_eval(row: Any) -> str:
         return ""
     first = _mapping(row, "first")
     before = f"{_number(first.get('reward'))} → " if first.get("step") != row.get("step") else ""
-    error = f" ± {row['reward_error']:.3f}" if _is_number(row.get("reward_error")) else ""
     failed = f", {row['failed']} failed" if row.get("failed") else ""
     played = f"{row.get('prompts')} prompts x {row.get('samples')}{failed}"
-    return f"{before}{_number(row.get('reward'))}{error} after step {row.get('step')} ({played})"
+    return f"{before}{describe_reward(row)} after step {row.get('step')} ({played})"
 
 
 def _describe_steps(summary: Mapping[str, Any]) -> str:
@@ -105,7 +106,7 @@ def _describe_rollouts(summary: Mapping[str, Any]) -> str:
     counts = _list({name: known[name] for name in ROLLOUTS if name in known})
     counted = ((reason, count) for reason, count in _mapping(summary, "reasons").items() if _is_number(count))
     reasons = sorted(counted, key=lambda reason: -reason[1])
-    named = ", ".join(f"{count:,} {reason}" for reason, count in reasons[:MOST_REASONS])
+    named = ", ".join(f"{count:,} {describe_reason(reason)}" for reason, count in reasons[:MOST_REASONS])
     more = f" and {len(reasons) - MOST_REASONS} more causes" if len(reasons) > MOST_REASONS else ""
     return f"{counts}; of groups {named}{more}" if counts and named else counts
 

@@ -10,11 +10,12 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
 from telescope._launch.causes import read_tail_text
+from telescope.inference.vllm.start_log import describe_server_start
 from telescope.runlog.files import read_object
 from telescope.runlog.layout import RunDirectory
 
@@ -28,6 +29,8 @@ ALERT_EVERY_S = 10.0
 SAID_CHARACTERS = 100
 """Of a log's last line."""
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: ")
+"""Of our own lines: when, how grave and by whom."""
 COPY_BYTES = 65_536
 
 
@@ -51,7 +54,7 @@ class Console:
         width = shutil.get_terminal_size().columns - 1
         with self._one_at_a_time:
             if text != self._live:
-                self._write(self._errors, "\r\x1b[K" + text[:width])
+                self._write(self._errors, "\r\x1b[K" + shorten(text, width))
                 self._live = text
 
     def result(self, text: str) -> None:
@@ -60,6 +63,11 @@ class Console:
             if clear := self._clear():
                 self._write(self._errors, clear)
             self._write(self._output, text.rstrip("\n") + "\n")
+
+    def clear(self) -> None:
+        """The line that is written over goes, and nothing takes its place."""
+        with self._one_at_a_time:
+            self._write(self._errors, self._clear())
 
     def _clear(self) -> str:
         cleared, self._live = "\r\x1b[K" if self._live else "", ""
@@ -73,6 +81,34 @@ class Console:
             return  # the terminal is gone; the run is not
 
 
+class StartDisplay:
+    """What a person sees who waits for a start: one line that is replaced on a terminal, a line now and then elsewhere, each
+    with the time since the beginning. `announced`: somebody has said already that it begins."""
+
+    def __init__(self, console: Console, *, announced: bool = False) -> None:
+        self._console = console
+        self._began = time.monotonic()
+        self._shown: tuple[str, str] = ("", "")
+        self._shown_at = self._began if announced else float("-inf")
+
+    def show(self, line: str, read_detail: Callable[[], str] = lambda: "") -> None:
+        """`read_detail`: of what is on its way, read only where it is shown."""
+        now = time.monotonic()
+        if not self._console.tty and now - self._shown_at < START_EVERY_S:
+            return
+        told = (line, read_detail())
+        text = " · ".join(part for part in (format_duration(now - self._began), *told) if part)
+        if self._console.tty:
+            self._console.live(text)
+        elif told != self._shown or now - self._shown_at >= SAME_EVERY_S:
+            self._console.say(text)
+            self._shown, self._shown_at = told, now
+
+    def end(self) -> None:
+        """The line that is replaced goes."""
+        self._console.clear()
+
+
 class ProgressDisplay:
     """Shows `status.json`: one live line on a terminal, a line a step elsewhere. Before there is one, and until all processes
     are ready: how many are, and what one that is not says in its log. `quoting`: false where all logs are shown anyway."""
@@ -83,7 +119,7 @@ class ProgressDisplay:
         self._quoting = quoting
         self._shown: tuple[Any, ...] = ()
         self._shown_at = float("-inf")
-        self._began = time.monotonic()
+        self._start = StartDisplay(console)
         self._told = False
         """The orchestrator has written how the run stands."""
         self._alerts, self._alerted_at = 0, float("-inf")
@@ -139,19 +175,12 @@ class ProgressDisplay:
 
     def _starting(self, line: str, name: str) -> None:
         """`name`: the process whose last words are shown."""
-        now = time.monotonic()
-        if not self._console.tty and now - self._shown_at < START_EVERY_S:
-            return
-        said = read_last_line(self._run.log(name)) if self._quoting and name else ""
-        told = (line, said)
-        text = " · ".join(
-            part for part in (format_duration(now - self._began), line, f"{name}: {said}" if said else "") if part
-        )
-        if self._console.tty:
-            self._console.live(text)
-        elif told != self._shown or now - self._shown_at >= SAME_EVERY_S:
-            self._console.say(text)
-            self._shown, self._shown_at = told, now
+
+        def read_detail() -> str:
+            said = read_last_words(self._run.log(name), name) if self._quoting and name else ""
+            return f"{name}: {said}" if said else ""
+
+        self._start.show(line, read_detail)
 
 
 class LogCopy:
@@ -206,15 +235,26 @@ def format_status(status: Mapping[str, Any], width: int | None = None) -> str:
     return whole if width is None or len(whole) <= width else line
 
 
-def read_last_line(log: Path) -> str:
-    """The last whole line of a log, as far as a terminal can show it; empty where there is none."""
+def read_last_words(log: Path, name: str) -> str:
+    """What the process of that name says newest in its log, as far as a terminal can show it; empty where it says nothing. Of a
+    server, which may not be ready yet: how far its start is."""
     try:
         text = read_tail_text(log)
     except OSError:  # the display ends no run
         return ""
-    plain = (_COLOURS.sub("", line) for line in reversed(text.splitlines()))
-    lines = (" ".join("".join(c if c.isprintable() else " " for c in line).split()) for line in plain)
-    return next((line[:SAID_CHARACTERS] for line in lines if line), "")
+    plain = (_COLOURS.sub("", line) for line in text.splitlines())
+    cleaned = (" ".join("".join(c if c.isprintable() else " " for c in line).split()) for line in plain)
+    lines = [line for line in cleaned if line]
+    said = describe_server_start(lines) if name.startswith("server-") else _LOG_PREFIX.sub("", lines[-1]) if lines else ""
+    return shorten(said, SAID_CHARACTERS)
+
+
+def shorten(text: str, most: int) -> str:
+    """At most so many characters, cut between two words."""
+    if len(text) <= most:
+        return text
+    kept = text[: max(0, most - 1)].rpartition(" ")[0] or text[: max(0, most - 2)]
+    return f"{kept} …"
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:

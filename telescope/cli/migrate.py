@@ -35,6 +35,8 @@ from telescope.config.words import ConfigProblem, nearest, typed
 from telescope.runlog import temporary
 
 OK, FAILED, USAGE = 0, 1, 2
+WIDTH = 118
+"""Of the lines that are written."""
 SYSTEMS: tuple[System, ...] = ("older", "trl", "verl")
 DEFAULTS: Mapping[System, Mapping[str, Any]] = {
     "older": {"model": "Qwen/Qwen2.5-3B", "inference_num_workers": 2, "trainer_num_workers": 2, "use_tis": False}
@@ -78,7 +80,8 @@ def main(arguments: Sequence[str]) -> int:
         return FAILED
     if asked.to is None:
         sys.stdout.write(text)
-    report = "\n".join([*migration.report(asked.file), *_next(asked.to, asked.config_dir, places)])
+    following = _next(asked.to, asked.config_dir, places, has_env=bool(migration.chosen))
+    report = "\n".join([*migration.report(asked.file), *following])
     (sys.stderr if asked.to is None else sys.stdout).write(f"{report}\n")
     return OK
 
@@ -258,7 +261,7 @@ class Migration:
         for path, here in values.items():
             self._set(tuple(path.split(".", 2) if path.startswith("cluster.env.") else path.split(".")), here, name)
         if entry.said:
-            self.changed[name] = f"{' and '.join(values)}: {entry.said}"
+            self.changed[name] = f"{' and '.join(values)} here; {entry.said}"
 
     def _values(self, entry: ForeignName, name: str, value: Any) -> Mapping[str, Any]:
         """Settings here by their paths. Raises `NotCarried`."""
@@ -438,7 +441,7 @@ class Migration:
             lines.append(f"# From {file}, a file of {CALLED[self.system]}, by `telescope migrate`.")
         if file and self.left:
             lines += textwrap.wrap(
-                f"Not carried over: {', '.join(sorted(self.left))}.", 118, initial_indent="# ", subsequent_indent="# "
+                f"Not carried over: {', '.join(sorted(self.left))}.", WIDTH, initial_indent="# ", subsequent_indent="# "
             )
         values = {place: setting.value for place, setting in self.set_here.items()}
         lines += ["defaults:", *(f"  - override /{group}: {option}" for group, option in self._choices(values)), "  - _self_"]
@@ -453,7 +456,7 @@ class Migration:
                 section = section.setdefault(part, {})
             section[place[-1]] = values[place]
         if tree:
-            lines += ["", yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=118).rstrip("\n")]
+            lines += ["", yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=WIDTH).rstrip("\n")]
         return "\n".join(lines) + "\n"
 
     def _choices(self, values: dict[Place, Any]) -> Iterator[tuple[str, str]]:
@@ -507,7 +510,15 @@ class Migration:
 def _listed(title: str, sentences: Mapping[str, str]) -> Iterator[str]:
     if sentences:
         yield title
-        yield from (f"  - {name}: {sentence}" for name, sentence in sentences.items())
+        for name, sentence in sentences.items():
+            yield from textwrap.wrap(
+                f"{name}: {sentence}",
+                WIDTH,
+                initial_indent="  - ",
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
 
 
 def _without(entry: Mapping[str, Any], *names: str) -> list[tuple[str, Any]]:
@@ -560,10 +571,11 @@ def _write(file: Path, text: str) -> None:
         raise MigrateError(f"{file} can't be written: {error.strerror}") from error
 
 
-def _next(to: Path | None, config_dir: str | None, places: Places) -> Iterator[str]:
-    """The command that checks the experiment."""
+def _next(to: Path | None, config_dir: str | None, places: Places, *, has_env: bool) -> Iterator[str]:
+    """The command that checks the experiment. An environment that is chosen with it may need what is not installed: the check
+    has the line that installs it."""
     if to is None or to.parent.name != "experiment":
         return
     folder = to.parent.parent
     own = "" if folder.resolve() == places.conf.resolve() else f"--config-dir {config_dir or folder} "
-    yield f"Next: telescope check {own}experiment={to.stem}"
+    yield f"Next: telescope check {own}experiment={to.stem}{'' if has_env else ' env=NAME'}"

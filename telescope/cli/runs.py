@@ -116,20 +116,33 @@ def _list(asked: argparse.Namespace) -> int:
     if not asked.folder.is_dir():
         sys.stderr.write(f"{asked.folder}: there is no such folder; `list FOLDER` names another\n")
         return FAILED
-    runs = [look(run) for run in runs_below(asked.folder)]
-    if not runs:
+    found = _read_runs(asked.folder)
+    if not found:
         sys.stderr.write(_nothing(asked.folder))
-    jobs = job_states(runs)
-    found = sorted((run_status(seen, jobs) for seen in runs), key=lambda one: one.changed)
     if asked.json:
         for one in found:
             sys.stdout.write(json.dumps(_as_json(one)) + "\n")
         return OK
-    tables = _sweep_table(asked.folder)
-    sys.stdout.write(
-        "\n".join([f"{'state':<8} {'step':>11} {'reward':>8} {'rollouts':>9}  run", *map(_line, found), *tables]) + "\n"
-    )
+    sys.stdout.write("\n".join(_tabulate(found, asked.folder)) + "\n")
     return OK
+
+
+def tabulate_runs(folder: Path) -> tuple[list[str], Path | None]:
+    """The lines that `list` prints, and the directory of the run that changed last; of a folder without a run nothing."""
+    found = _read_runs(folder)
+    return (_tabulate(found, folder), found[-1].run.path) if found else ([], None)
+
+
+def _read_runs(folder: Path) -> list[RunStatus]:
+    """Those below the folder, the one that changed last at the end."""
+    runs = [look(run) for run in runs_below(folder)]
+    jobs = job_states(runs)
+    return sorted((run_status(seen, jobs) for seen in runs), key=lambda one: one.changed)
+
+
+def _tabulate(found: Sequence[RunStatus], folder: Path) -> list[str]:
+    head = f"{'state':<8} {'step':>11} {'reward':>8} {'rollouts':>9}  run"
+    return [head, *map(_line, found), *_sweep_table(folder)]
 
 
 def _sweep_table(folder: Path) -> list[str]:

@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -25,7 +26,9 @@ from telescope._launch.causes import describe_end, read_own_sentence, read_tail,
 from telescope._launch.child_processes import ChildProcesses, LocalProcess
 from telescope._launch.process_plan import PlanError, ProcessPlan, make_plan
 from telescope._launch.process_plan import read_plan as read_launch_plan
+from telescope._launch.progress import Console, StartDisplay, read_last_words
 from telescope._launch.this_host import inspect_this_host
+from telescope._launch.unblocked_output import unblock_output
 from telescope.cli.served_model import ServedModel, is_going_on
 from telescope.cli.start import find_obstacles, say, too_long_for_its_model
 from telescope.cli.targets import TargetRefused
@@ -49,6 +52,8 @@ NOTICE_S = 2.0
 MOST_ERRORS = 3
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): \S")
 KILL_S = shim.KILL_WAIT_S + 1.0
+LOOK_S = 0.5
+"""Between two looks at how far a start is."""
 
 
 class ServerProcessEnded(RuntimeError):
@@ -132,18 +137,27 @@ class ServerProcess:
             self._close()
 
     def wait_until_ready(self) -> str:
-        """The URL of its API, `http://127.0.0.1:8100/v1`. Raises `ServerProcessEnded`, and `Interrupted` after a signal."""
+        """The URL of its API, `http://127.0.0.1:8100/v1`. On stderr meanwhile: how far its start is. Raises
+        `ServerProcessEnded`, and `Interrupted` after a signal."""
         until = time.monotonic() + self._start_s
-        with self._hear_signals():
-            while True:
-                self._wait(max(0.0, until - time.monotonic()))
-                if self._heard:
-                    raise Interrupted(self._heard[0])
-                if url := self._read_url():
-                    return url
-                self._refuse_ended()
-                if time.monotonic() >= until:
-                    raise ServerProcessEnded(f"the server of {self._model.label} did not start within {self._start_s:g} s")
+        with self._hear_signals(), unblock_output():  # a terminal that is stopped must not hide a signal
+            display = StartDisplay(Console(sys.stderr, sys.stdout), announced=True)
+            try:
+                while True:
+                    self._wait(min(LOOK_S, max(0.0, until - time.monotonic())))
+                    if self._heard:
+                        raise Interrupted(self._heard[0])
+                    if url := self._read_url():
+                        return url
+                    self._refuse_ended()
+                    if time.monotonic() >= until:
+                        raise ServerProcessEnded(f"the server of {self._model.label} did not start within {self._start_s:g} s")
+                    display.show("starting the server", self._read_last_words)
+            finally:
+                display.end()
+
+    def _read_last_words(self) -> str:
+        return read_last_words(self._run.log(self._plan.name), self._plan.name)
 
     def wait_until_ended(self) -> int:
         """The number of the signal that ends the wait. Raises `ServerProcessEnded` where the server ends first."""

@@ -219,10 +219,18 @@ class Sweep:
             lines += [f"  {result.point}: {shown(result.reason)} ({result.run_dir})" for result in failures]
         if self._kept is not None:
             lines.append(
-                f"The weights of the best point, {self._kept.point}, are kept (checkpoint.at_end=weights keeps all): "
+                f"{self._describe_kept(self._kept)} (checkpoint.at_end=weights keeps all): "
                 f"{name_own_command()} export latest --run-dir {shlex.quote(self._kept.run_dir)} --to my-model"
             )
         return "\n".join([*lines, f"Results: {self.file}"])
+
+    def _describe_kept(self, kept: SweepResult) -> str:
+        """Points whose rewards are the same as they are shown are equal: none of them is the best."""
+        equal = [one.point for one in self.results if not one.failed and _shown(one.value) == _shown(kept.value)]
+        if len(equal) == 1:
+            return f"The weights of the best point, {kept.point}, are kept"
+        points = ", ".join(map(str, equal))
+        return f"{len(equal)} points are equal at {_shown(kept.value)}: {points}. The weights of point {kept.point} are kept"
 
     @property
     def file(self) -> Path:

@@ -27,6 +27,14 @@ from telescope.flow.staleness import Slots, is_stale
 OFF_POLICY = "off_policy"
 ZERO_ADVANTAGE = "zero_advantage"
 RUN_ENDED = "the run ended"
+REASONS_IN_WORDS = {ZERO_ADVANTAGE: "all rewards equal", OFF_POLICY: "too old"}
+"""Of the reasons that rows and counts name in a word of code; the others are words already."""
+
+
+def describe_reason(counted: str) -> str:
+    """For people: `discarded: all rewards equal` of `discarded: zero_advantage`, as `summary.json` has it."""
+    state, _, reason = counted.partition(": ")
+    return f"{state}: {REASONS_IN_WORDS[reason]}" if reason in REASONS_IN_WORDS else counted
 
 
 class GroupStates:

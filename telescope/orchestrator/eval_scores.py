@@ -17,6 +17,7 @@ from telescope.maths.evals import interval, pass_at_k, pass_power_k, share_inter
 from telescope.maths.summaries import mean
 from telescope.orchestrator.rollout_store import Rollout
 from telescope.records import Record
+from telescope.runlog.eval_words import describe_reward
 
 
 class SampleScore(Record):
@@ -218,8 +219,6 @@ def describe(row: Mapping[str, Any]) -> str:
     head = f"eval {row['eval']} of step {row['step']}"
     if row["state"] != "complete":
         return f"{head}: {row['state']}"
-    reward = "–" if row["reward"] is None else f"{row['reward']:.3f}"
-    error = f" ± {row['reward_error']:.3f}" if row["reward_error"] else ""  # 0 of equal prompts would look certain
     passes = "".join(f", pass@{k} {value:.3f}" for k, value in row["pass_at"].items())
     failed = f", {row['failed']} failed" if row["failed"] else ""
-    return f"{head}: reward {reward}{error}{passes} ({row['prompts']} prompts x {row['samples']}{failed})"
+    return f"{head}: reward {describe_reward(row)}{passes} ({row['prompts']} prompts x {row['samples']}{failed})"

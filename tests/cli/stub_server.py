@@ -3,7 +3,8 @@ last three, in two pieces, and has a child as an engine has.
 
 The environment variable STUB says how it behaves: `serve` (the default), `refuse` (a sentence and exit code 1), `engine` (as
 an engine that does not start: words in its log, and a sentence that points to them), `die` (exit
-code 3 without a word), `hang` (it never listens), `crumble` (it listens, and ends at the first request).
+code 3 without a word), `hang` (it never listens), `slow` (its log tells of weights, and it listens
+2 s later), `crumble` (it listens, and ends at the first request).
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ def main() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     if HOW == "hang":
         time.sleep(600)
+    if HOW == "slow":
+        sys.stderr.write("Loading safetensors checkpoint shards:  38% Completed | 3/8 [00:05<00:08,  1.73s/it]\n")
+        time.sleep(2)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     facts = {"url": f"http://127.0.0.1:{server.server_address[1]}/v1"}
     if "STUB_PIDS" in os.environ:

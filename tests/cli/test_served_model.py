@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -273,6 +274,32 @@ def test_a_server_that_hangs_is_not_waited_for_without_end(stub: Path, monkeypat
     monkeypatch.setattr(server_process, "LATE_S", 0.5)
     with started("cluster.placement_timeout_s=1") as server, pytest.raises(ServerProcessEnded, match=r"within 1\.5 s"):
         server.wait_until_ready()
+
+
+def test_a_start_is_told_on_stderr_while_it_lasts(
+    stub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("STUB", "slow")
+    monkeypatch.setattr("telescope._launch.progress.START_EVERY_S", 0.2)
+    with started() as server:
+        server.wait_until_ready()
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert re.fullmatch(r"(0:0\d · starting the server( · loading weights, 3 of 8 files)?\n)+", told.err)
+    assert told.err.count("loading weights") == 1  # as long as nothing changes it is not said again
+
+
+def test_on_a_terminal_a_start_is_one_line_that_goes_when_it_has_ended(
+    stub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("STUB", "slow")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with started() as server:
+        server.wait_until_ready()
+    told = capsys.readouterr().err
+    assert "loading weights, 3 of 8 files" in told
+    assert "\n" not in told
+    assert told.endswith("\r\x1b[K")
 
 
 def test_a_signal_ends_the_wait_for_the_start(stub: Path, monkeypatch: pytest.MonkeyPatch):

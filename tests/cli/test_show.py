@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from telescope.cli.main import main
-from telescope.cli.show.advice import advise
-from telescope.cli.show.figures import measure_overlap, read_figures
+from telescope.cli.show.advice import Advice, advise
+from telescope.cli.show.curves import make_curve
+from telescope.cli.show.figures import EvalFigures, RepeatedAlert, RunFigures, measure_overlap, read_figures
 from telescope.cli.show.page import PageStyle, describe
 from telescope.runlog import checkpoints
 from telescope.runlog.holder import hold
@@ -305,6 +306,36 @@ def test_a_damaged_block_is_named_and_the_rest_is_shown(run: RunDirectory, capsy
     if name.startswith("policy"):
         assert "over 5 versions of the weights" in page  # of the other block
     assert json.loads(shown(run, capsys, "--json"))["damaged"][0].startswith(str(block))
+
+
+def test_an_alert_is_wrapped_and_whole_and_an_eval_of_equal_prompts_has_its_interval():
+    sentence = " ".join(f"word{number}" for number in range(90))
+    alert = RepeatedAlert(source="core", level="warning", count=1, message=sentence)
+    curve = make_curve("own", [0.0])
+    assert curve is not None
+    own = EvalFigures(name="own", reward=curve, steps=(3,), error=0.0, interval="0.000 to 0.658", prompts=2)
+    lines = describe(RunFigures(run_dir="r", alerts=(alert,), evals=(own,)), [], PageStyle(80))
+    assert f"alert: core: {sentence}" in " ".join(" ".join(lines).split())
+    assert max(map(len, lines)) <= 80
+    assert "    once, at step 3, 95 % interval of the last 0.000 to 0.658 over 2 prompts" in lines
+
+
+def test_below_advice_stands_whether_the_run_can_go_on_with_it_with_the_command_whole():
+    command = f"telescope runs resume r trainer.learning_rate={'1' * 90}"
+    told = Advice(
+        rule="fell", found="it fell", reason="Less.", command="telescope run", resume=f"Or go on from step 4 with it: {command}"
+    )
+    lines = describe(RunFigures(run_dir="r"), [told], PageStyle(80))
+    assert lines[-3:] == ["       telescope run", "  Or go on from step 4 with it:", f"       {command}"]
+
+
+def test_of_a_folder_of_runs_the_table_is_shown_and_the_line_for_one_of_them(run: RunDirectory, tmp_path: Path, capsys):
+    assert main(["runs", "list", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert main(["show", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{table}\nOne of them: telescope show {run.path}\n"
+    assert main(["show", str(tmp_path), "--json"]) == 1
+    assert "`telescope runs list` has those of a folder" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, capsys):

@@ -92,6 +92,7 @@ def time(**changes: Any) -> TimeFigures:
 
 
 FLAT = curve("reward/policy", 0.3, 0.3)
+NAMED = settings(model="my-model")
 FAILING = EnvironmentFigures(
     label="sums", scored=90, failed=10, reward=0.4, truncated=0, causes=(("grader: KeyError: 'x'", 9),)
 )
@@ -102,6 +103,12 @@ def environment(**changes: Any) -> tuple[EnvironmentFigures, ...]:
 
 
 CASES: dict[str, tuple[RunFigures, RunFigures, str, str]] = {
+    "none right": (
+        figures(FLAT, environments=environment(failed=0, scored=64, best_reward=0.5), settings=NAMED),
+        figures(FLAT, environments=environment(failed=0, scored=64, best_reward=0.6), settings=NAMED),
+        "none of 64 answers has a reward above 0.5 (eval.pass_above); the best has 0.5",
+        "telescope env check my_sums --model my-model 'file=/data/a b.jsonl'",
+    ),
     "failures": (
         figures(environments=(FAILING,)),
         figures(environments=environment(failed=4, scored=96)),
@@ -217,9 +224,9 @@ CASES: dict[str, tuple[RunFigures, RunFigures, str, str]] = {
         "telescope runs resume /runs/mine number_of_steps=80",
     ),
     "too early": (
-        figures(curve("reward/policy", 0.2, 0.6, count=9), state="done"),
-        figures(curve("reward/policy", 0.2, 0.6, count=10)),
-        "scored to the end: 9",
+        figures(curve("reward/policy", 0.3, 0.3, count=9), state="done"),
+        figures(curve("reward/policy", 0.2, 0.6, count=9), state="done"),  # higher by more than noise
+        "scored to the end: 9; reward 0.3 → 0.3 (noise ±0.0077, 800 rollouts)",
         "number_of_steps=80",
     ),
 }
@@ -362,3 +369,61 @@ def test_the_limit_of_an_environment_s_own_is_the_one_to_raise():
     assert advice is not None
     assert "environments.sums.max_tokens=100 inference.max_model_len=350 trainer.seq_len=350" in advice.command
     assert advice.found == "40 of 800 answers at sums ended at environments.sums.max_tokens=50"
+
+
+def test_where_nothing_is_right_the_first_advice_is_to_see_what_the_model_answers():
+    groups = GroupFigures(begun=100, complete=100, discarded=100, discarded_reward=0.0, discarded_all_zero=100)
+    nothing = curve("reward/policy", 0.0, 0.0)
+    advice = advise(figures(nothing, groups=groups, environments=environment(best_reward=0.0, reward=0.0), settings=NAMED))
+    assert [one.rule for one in advice][:3] == ["none right", "failures", "too hard"]
+    rising = figures(environments=environment(failed=0, scored=800, best_reward=0.4), settings=NAMED)  # parts of a reward
+    assert find(advise(rising), "none right") is None
+
+
+@pytest.mark.parametrize(("discarded", "complete", "told"), [(6, 8, False), (12, 16, True), (24, 32, True), (60, 90, True)])
+def test_few_equal_groups_may_be_chance(discarded: int, complete: int, told: bool):
+    """The 95 % interval of 12 in 16 begins at 0.505, that of 6 in 8 at 0.409."""
+    advice = advise(figures(groups=GroupFigures(begun=99, complete=complete, discarded=discarded, discarded_reward=0.0)))
+    assert (find(advice, "too hard") is not None) is told
+
+
+def test_a_course_that_is_all_noise_is_too_short_to_tell_and_no_reason_to_change_a_setting():
+    made = make_curve("reward/policy", [0.1, 0.6, 0.2, 0.7, 0.3] * 5)
+    assert made is not None
+    old = curve("staleness", 1.0, 4.0)
+    advice = advise(figures(made, old, curve("entropy", 1.0, 1.0), state="done"))
+    assert [one.rule for one in advice] == ["too early"]
+    assert "0.38 → 0.38 (noise ±0.33, 800 rollouts)" in advice[0].found
+    assert advise(figures(made, state="running"))[0].command == "telescope show /runs/mine"
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "resume"),
+    [
+        (
+            "fell",
+            {"checkpoints": (20, 40), "state": "done"},
+            "Or go on from step 40 with it: telescope runs resume /runs/mine trainer.learning_rate=3.3e-06 "
+            "algorithm.kl_ref_coef=0.001",
+        ),
+        ("cut off", {"checkpoints": (20,), "state": "running"}, "Once it has ended, it can go on from step 20 with it: "),
+        ("cut off", {}, "This needs a new run: nothing is saved that this one could go on from."),
+        (
+            "stale samples",
+            {"checkpoints": (20,)},
+            "This needs a new run: `telescope runs resume` keeps orchestrator.max_async_rollout.",
+        ),
+        ("too easy", {"checkpoints": (20,)}, "`telescope runs resume` keeps environments.sums.curriculum."),
+    ],
+)
+def test_of_a_changed_setting_it_is_said_whether_the_run_can_go_on_with_it(rule: str, changes: dict[str, Any], resume: str):
+    advice = find(advise(msgspec.structs.replace(CASES[rule][0], **changes)), rule)
+    assert advice is not None
+    assert resume in advice.resume
+
+
+@pytest.mark.parametrize("rule", sorted(CASES))
+def test_each_line_that_changes_a_setting_says_it(rule: str):
+    advice = find(advise(CASES[rule][0]), rule)
+    assert advice is not None
+    assert bool(advice.resume) == (advice.command.startswith("telescope run ") and rule != "it learns")

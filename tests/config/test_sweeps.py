@@ -58,6 +58,16 @@ def test_a_sweep_tells_every_point_and_all_failures_with_their_reasons(tmp_path:
     assert told["points"][0]["first"] == 0.25
 
 
+def test_points_that_are_equal_are_told_and_none_of_them_is_the_best(tmp_path: Path):
+    sweep = Sweep(tmp_path / "s")
+    for point, value in enumerate((0.81203, 0.4, 0.81204)):
+        sweep.keep_best(
+            sweep.ended([f"seed={point}"], ended(tmp_path / f"s/{point}", {**SUMMARY, "reward_policy_last": value}), 0)
+        )
+    assert "\n2 points are equal at 0.812: 0, 2. The weights of point 2 are kept (checkpoint.at_end" in sweep.table()
+    assert "best" not in sweep.table()
+
+
 def test_a_point_that_has_ended_is_one_line(tmp_path: Path):
     sweep = Sweep(tmp_path / "s")
     well = sweep.ended(["experiment=fake", "seed=1"], ended(tmp_path / "s/000", SUMMARY), 0, ["seed=1"])
@@ -211,7 +221,7 @@ def test_of_points_that_have_ended_well_only_the_weights_of_the_best_are_kept(tm
     left = [number for number in range(5) if RunDirectory(sweep.folder / str(number)).checkpoints.exists()]
     assert left == [1, 2]  # from that of point 1, which was stopped, it can go on
     assert sweep.table().splitlines()[-2] == (
-        "The weights of the best point, 2, are kept (checkpoint.at_end=weights keeps all): "
+        "2 points are equal at 0.5: 2, 3. The weights of point 2 are kept (checkpoint.at_end=weights keeps all): "
         f"{name_own_command()} export latest --run-dir '{sweep.folder}/2' --to my-model"
     )
 

@@ -82,7 +82,9 @@ def test_two_prompts_that_agree_are_not_certain():
     row = measure(progress(0.0, 0.0, samples=1), BOUNDED)
     assert (row["reward_error"], row["reward_low"]) == (0.0, 0.0)
     assert row["reward_high"] == pytest.approx(3.8415 / (2 + 3.8415), abs=1e-3)  # Wilson's, of 0 in 2
-    assert "±" not in describe({**row, "eval": "own", "step": 3, "state": "complete", "prompts": 2, "samples": 1, "failed": 0})
+    assert "reward 0.000 (95 %: 0.000 to 0.658), " in describe(
+        {**row, "eval": "own", "step": 3, "state": "complete", "prompts": 2, "samples": 1, "failed": 0}
+    )
     unknown = measure(progress(0.0, 0.0, samples=1), RULES_OF_ONE)
     assert (unknown["reward_low"], unknown["reward_high"]) == (None, None)
 

@@ -43,7 +43,7 @@ def test_the_main_lines_of_a_run():
         "  eval countdown  0.084 → 0.391 ± 0.018 after step 60 (512 prompts x 4, 3 failed)",
         "  steps           60",
         "  rollouts        20,256 generated, 15,360 trained, 4,880 discarded, 16 left over; of groups 600 discarded: "
-        "zero_advantage, 12 discarded: stale, 2 cancelled: a and 2 more causes",
+        "all rewards equal, 12 discarded: stale, 2 cancelled: a and 2 more causes",
         "  failed          3 grader: TimeoutError",
         "  restarts        1 server-0",
         "  tokens          120,000 sampled (2,000/s while training), 90,000 trained",
@@ -111,3 +111,18 @@ def test_a_half_known_summary_is_told_as_far_as_it_goes(name: str):
 def test_half_known_environments_are_told_as_far_as_they_go(name: str):
     for value in (None, "text", {"sums": 7}, {"environments": {"sums": {"groups": "many", "metrics": None}}}):
         assert isinstance(format_closing({**SEVERAL, name: value}), str)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"reward": 0.5, "reward_error": 0.25, "reward_low": 0.1, "reward_high": 0.9}, "0.500 ± 0.250"),
+        ({"reward": 0.0, "reward_error": 0.0, "reward_low": 0.0, "reward_high": 0.6576}, "0.000 (95 %: 0.000 to 0.658)"),
+        ({"reward": 1.0, "reward_error": 0.0, "reward_low": 0.3424, "reward_high": 1.0}, "1.000 (95 %: 0.342 to 1.000)"),
+        ({"reward": 0.3, "reward_error": 0.0, "reward_low": None, "reward_high": None}, "0.300"),
+        ({"reward": None, "reward_error": None}, "–"),
+    ],
+)
+def test_an_eval_whose_samples_are_all_alike_is_not_told_as_certain(row: dict[str, Any], told: str):
+    row |= {"step": 3, "prompts": 2, "samples": 1, "first": {"step": 3}}
+    assert format_closing({"evals": {"own": row}}) == f"  eval own  {told} after step 3 (2 prompts x 1)"

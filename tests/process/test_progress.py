@@ -10,7 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from telescope._launch.progress import Console, LogCopy, ProgressDisplay, format_duration, format_status, format_summary
+from telescope._launch.progress import (
+    Console,
+    LogCopy,
+    ProgressDisplay,
+    format_duration,
+    format_status,
+    format_summary,
+    read_last_words,
+    shorten,
+)
 from telescope.orchestrator.peers import name_few
 from telescope.runlog.layout import RunDirectory
 
@@ -119,9 +128,41 @@ def test_hundreds_of_processes_that_start_are_counted_on_a_terminal_and_one_that
         "starting 303 processes, 7 begun",
         "starting: the orchestrator is not ready yet",
         "starting: 297 of 303 processes are ready, waiting for server-9, server-11, server-12 and 3 more · "
-        "server-9: Loading weights: 62%",
+        "server-9: loading weights, 62 %",
         "step 0/2",
     ]
+
+
+def test_a_line_is_cut_between_two_words() -> None:
+    assert shorten("step 12 · 1234 tokens", 21) == "step 12 · 1234 tokens"
+    assert shorten("step 12 · 1234 tokens", 20) == "step 12 · 1234 …"
+    assert shorten("step 12 · 1234 tokens", 13) == "step 12 · …"
+
+
+def test_a_process_is_quoted_without_what_stands_before_its_words(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    log.write_text(f"2026-12-01 12:24:50,009 INFO telescope.workers.main: {'loads the prompts ' * 7}\n")
+    assert read_last_words(log, "worker-0") == f"{'loads the prompts ' * 5}loads …"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("", ""),
+        ("(EngineCore pid=7) WARNING 12-01 12:24:39 [cpu_worker.py:114] libtcmalloc is not found", "starting its engine"),
+        ("Loading safetensors checkpoint shards:  38% Completed | 3/8 [00:05<00:08, 1.7s/it]", "loading weights, 3 of 8 files"),
+        ("(EngineCore pid=7) INFO 12-01 [default_loader.py:502] Loading weights took 12.7 seconds", "preparing the model, its "
+         "weights are loaded"),
+        ("INFO [monitor.py:40] Starting torch.compile\nW1201 utils.cpp:68] Warning: NUMA binding", "compiling the model"),
+        ("Capturing CUDA graphs (decode, FULL):  45%|##  | 30/67 [00:02<00:03, 12.1it/s]", "capturing CUDA graphs, 30 of 67"),
+        ("2026-12-01 12:24:43,1 INFO telescope.inference.vllm.engine: updates are 24 copies of 0.00 GB", "warming up"),
+        ("2026-12-01 12:24:43,1 INFO telescope.inference.vllm.gpu_memory: waiting for room on the GPU: 2.00 GiB are free, 4.00 "
+         "are needed", "waiting for room on the GPU: 2.00 GiB are free, 4.00 are needed"),
+    ],
+)  # fmt: skip
+def test_a_server_that_starts_is_told_in_words_and_not_in_its_engines(tmp_path: Path, lines: str, words: str) -> None:
+    (tmp_path / "log").write_text(lines)
+    assert read_last_words(tmp_path / "log", "server-0") == words
 
 
 def test_a_run_of_evals_has_no_steps() -> None:
@@ -142,7 +183,7 @@ def test_elsewhere_a_start_is_a_line_now_and_then(tmp_path: Path, monkeypatch: p
         run.status_json.write_text(starting(ready, "server-9", "server-11", "server-12"))
         progress.show()
         now[0] += 1.0
-    quoted = "server-9: Loading weights"
+    quoted = "server-9: loading weights"
     assert errors.getvalue().splitlines() == [
         f"0:00 · starting 303 processes, logs in {run.path}/logs",
         f"0:10 · starting: 5 of 303 processes are ready, waiting for server-9, server-11, server-12 and 295 more · {quoted}",

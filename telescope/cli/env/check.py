@@ -162,8 +162,18 @@ async def _check(
         unwritable=sorted(policy.unwritable) if isinstance(policy, Scripted) else (),
         oddities=template.find_oddities(),
         right=policy.find if isinstance(policy, GoldenAnswers) else None,
+        answers_of=_describe_policy(asked),
     )
     return write_report(stated, played, template)
+
+
+def _describe_policy(asked: argparse.Namespace) -> str:
+    """Who answers, for what is said of the rewards."""
+    if asked.model:
+        return f"they are of {asked.model}'s own answers"
+    if asked.answers:
+        return f"the answers of {asked.answers} were played, not those of a policy"
+    return Stated.answers_of
 
 
 def _make_policy(

@@ -48,6 +48,8 @@ class Stated:
     """The right answers, where these were said."""
     max_tokens_setting: str = "rollout.max_tokens"
     """What limits its answers."""
+    answers_of: str = "the right answers were played, not those of a policy"
+    """Who has answered."""
 
 
 def write_report(stated: Stated, played: Sequence[Played], template: ChatTemplate) -> tuple[list[str], bool]:
@@ -180,7 +182,7 @@ def _find_wrong_answers(stated: Stated, done: Sequence[Played]) -> Iterator[str]
 def _find_reward_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
     rewards = _collect_rewards(done)
     if len(rewards) > 1 and is_rounding(min(rewards), max(rewards)):
-        yield f"all {len(rewards)} rewards are {rewards[0]:g}: nothing can be learnt from that (a script may be the reason)"
+        yield f"all {len(rewards)} rewards are {rewards[0]:g}: nothing can be learnt from that ({stated.answers_of})"
     if stated.reward_range is not None:
         outside = [reward for reward in rewards if not _is_within(reward, stated.reward_range)]
         if outside:

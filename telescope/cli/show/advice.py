@@ -8,19 +8,24 @@ what slows it down. Refuses to read a run (figures.py does) and to change one.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 
 from telescope.cli.show.curves import EDGE, NumberCurve
 from telescope.cli.show.figures import RunFigures
+from telescope.config.resume import find_obstacles_to_resume
+from telescope.maths.evals import share_interval
 
 MANY_FAILED = 0.05
 """Of an environment's attempts; a run itself alerts from there."""
 MANY_EQUAL = 0.5
 """Of scored groups: more than half of what is sampled trains nothing. The default run discards a third."""
 FEWEST_GROUPS = 8
+FEWEST_SCORED = 64
+"""Answers before that none is right says something: as many as eight groups have."""
 MANY_TRUNCATED_PCT = 20.0
 FEW_PARSED = 0.5
 DETERMINISTIC_NATS = 0.05
@@ -34,6 +39,7 @@ SURE_OF_BEST = 4.0
 FELL = 0.1
 """Of the best reward, that it must have lost."""
 SOLVED = 0.95
+SMALL_RATE = "trainer.learning_rate=1e-6"
 SLOW_STEPS = 20
 """Versions before a reward that stands still is the learning rate's fault."""
 OLD_VERSIONS = 2.0
@@ -43,19 +49,23 @@ WIDE_GAP_NATS = 0.2
 MANY_SKIPPED = 0.1
 LONG_WAIT = 0.5
 """Of the steps' time, that the trainer has no batch."""
-FEWEST_STEPS = 3
+FEWEST_STEPS = 2 * EDGE
 """That are timed, before a wait is a sign."""
+WIDE_NOISE = 0.25
+"""Of the largest value of a curve: where its noise is wider, a change that matters could hide in it."""
 LONG_IDLE = 0.4
 """Of the steps' time, that a server has no request."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """`rule`: its name; `found`: the numbers; `reason`: what they mean and what helps; `command`: the line to type."""
+    """`rule`: its name; `found`: the numbers; `reason`: what they mean and what helps; `command`: the line to type.
+    `resume`: of changed settings, whether the run itself can go on with them."""
 
     rule: str
     found: str
     reason: str
     command: str
+    resume: str = ""
 
 
 Rule = Callable[[RunFigures], Advice | None]
@@ -89,14 +99,44 @@ def is_flat(curve: NumberCurve) -> bool:
     return curve.count >= 2 * EDGE and curve.error is not None and not is_higher(curve)
 
 
+def is_unclear(curve: NumberCurve) -> bool:
+    """No change is seen, and there are too few values, or too few rollouts for their spread, to say that there is none."""
+    if is_higher(curve) or has_fallen(curve):
+        return False
+    return curve.count < 2 * EDGE or _noise(curve) > WIDE_NOISE * max(abs(curve.low), abs(curve.high))
+
+
 def _flat_reward(figures: RunFigures) -> NumberCurve | None:
     """The reward's curve where it stands still and answers could be better; else None."""
     reward, exact = figures.find("reward/policy"), figures.find("exact")
     solved = exact is not None and exact.last >= SOLVED
-    return reward if reward is not None and is_flat(reward) and not solved else None
+    return reward if reward is not None and is_flat(reward) and not is_unclear(reward) and not solved else None
+
+
+def _is_surely_above(part: int, whole: int, share: float) -> bool:
+    """By more than so few would differ by chance (Wilson's interval)."""
+    return whole > 0 and share_interval(part / whole, 0.0, whole, 1)[0] > share
 
 
 # ---- rules
+
+
+def find_none_right(figures: RunFigures) -> Advice | None:
+    """What earns nothing whatever it says has nothing to learn from; whether task, reward or model is to blame shows in a few
+    answers."""
+    scored = sum(one.scored for one in figures.environments)
+    best = max((one.best_reward for one in figures.environments if one.best_reward is not None), default=None)
+    reward, above = figures.find("reward/policy"), figures.settings.pass_above
+    if scored < FEWEST_SCORED or best is None or best > above or (reward is not None and is_higher(reward)):
+        return None
+    label = _find_only_environment(figures) or next(one.label for one in figures.environments if one.scored)
+    return Advice(
+        rule="none right",
+        found=f"none of {scored:,} answers has a reward above {above:g} (eval.pass_above); the best has {best:.3g}",
+        reason="See what the model answers, and what the reward says of it: the prompt may not say the form, the reward may "
+        "miss right answers, or the task is too hard for this model.",
+        command=_check_environment(figures, label, "--model", figures.settings.model or "MODEL"),
+    )
 
 
 def find_failures(figures: RunFigures) -> Advice | None:
@@ -123,14 +163,15 @@ def find_fixed_weights(figures: RunFigures) -> Advice | None:
         reason="The weights do not move: every change of the curves is noise. Leave the setting out, or give a rate.",
         command=_start_over(figures, without=("trainer.learning_rate",))
         if _has(figures, "trainer.learning_rate")
-        else _start_over(figures, "trainer.learning_rate=1e-6"),
+        else _start_over(figures, SMALL_RATE),
+        resume=_explain_resume(figures, SMALL_RATE),
     )
 
 
 def find_equal_groups(figures: RunFigures) -> Advice | None:
     """Groups whose rewards are all equal have no advantage."""
     groups, settings = figures.groups, figures.settings
-    if groups.complete < FEWEST_GROUPS or groups.equal_share < MANY_EQUAL:
+    if groups.complete < FEWEST_GROUPS or not _is_surely_above(groups.discarded, groups.complete, MANY_EQUAL):
         return None
     found = f"{groups.discarded} of {groups.complete} scored groups had equal rewards"
     reward, all_zero, label = groups.discarded_reward, groups.discarded_all_zero, _find_only_environment(figures)
@@ -140,11 +181,12 @@ def find_equal_groups(figures: RunFigures) -> Advice | None:
         found += f", {worst.equal_groups} of them at {label}"
     label = label or "NAME"
     if reward is not None and reward > settings.pass_above:
-        return Advice(
+        return _advise_change(
+            figures,
+            f"+environments.{label}.curriculum={{}}",
             rule="too easy",
             found=f"{found}, {reward:.3g} on average",
             reason="Most prompts are always solved and teach nothing. Take harder ones, or draw by how often each is solved.",
-            command=_start_over(figures, f"+environments.{label}.curriculum={{}}"),
         )
     mean = "" if reward is None else f", {reward:.3g} on average"
     zero = f", {all_zero} of them 0 throughout" if all_zero else ""
@@ -175,12 +217,13 @@ def find_truncated(figures: RunFigures) -> Advice | None:
     share = f"{cut.last:.0f} % of the answers"
     if worst is not None and own is not None:
         share = f"{worst.truncated} of {worst.scored} answers at {worst.label}"
-    return Advice(
+    return _advise_change(
+        figures,
+        *changes,
         rule="cut off",
         found=f"{share} ended at {name}={limit}",
         reason="What is cut off has seldom come to its answer. Give more room; or, if they ramble, let length cost reward "
         "(algorithm.overlong_buffer_tokens).",
-        command=_start_over(figures, *changes),
     )
 
 
@@ -206,13 +249,14 @@ def find_fallen_reward(figures: RunFigures) -> Advice | None:
     reward, rate = figures.find("reward/policy"), figures.settings.learning_rate
     if reward is None or not rate or not has_fallen(reward):
         return None
-    return Advice(
+    return _advise_change(
+        figures,
+        *_hold_back(figures, rate),
         rule="fell",
         found=f"the reward was {reward.best:.3g} and is {reward.last:.3g} (noise ±{_noise(reward):.2g}); "
         f"trainer.learning_rate={rate:g}",
         reason="The updates are too large, or the policy has drifted off: a third of the rate, and a penalty on the divergence "
         "from the base model.",
-        command=_hold_back(figures, rate),
     )
 
 
@@ -221,13 +265,14 @@ def find_no_entropy(figures: RunFigures) -> Advice | None:
     reward, entropy, rate = _flat_reward(figures), figures.find("entropy"), figures.settings.learning_rate
     if reward is None or entropy is None or not rate or entropy.last >= DETERMINISTIC_NATS:
         return None
-    return Advice(
+    return _advise_change(
+        figures,
+        *_hold_back(figures, rate),
         rule="no entropy",
         found=f"entropy {entropy.first:.3g} → {entropy.last:.3g} nats a token; reward {reward.first:.3g} → {reward.last:.3g} "
         f"(noise ±{_noise(reward):.2g})",
         reason="The samples of a prompt hardly differ, so nothing better is found. A lower rate and a penalty on the "
         "divergence from the base model keep answers apart.",
-        command=_hold_back(figures, rate),
     )
 
 
@@ -239,12 +284,13 @@ def find_slow_learning(figures: RunFigures) -> Advice | None:
     moved = abs(entropy.change) / max(abs(entropy.first), 1e-9)
     if entropy.last < DETERMINISTIC_NATS or moved > HARDLY_MOVED or figures.groups.equal_share >= MANY_EQUAL:
         return None
-    return Advice(
+    return _advise_change(
+        figures,
+        f"trainer.learning_rate={3 * rate:.2g}",
         rule="slow",
         found=f"reward {reward.first:.3g} → {reward.last:.3g} (noise ±{_noise(reward):.2g}) and entropy {entropy.first:.3g} → "
         f"{entropy.last:.3g} over {count_versions(reward)}; trainer.learning_rate={rate:g}",
         reason="There is something to learn, and the policy has hardly changed: three times the rate.",
-        command=_start_over(figures, f"trainer.learning_rate={3 * rate:.2g}"),
     )
 
 
@@ -266,12 +312,13 @@ def find_skipped_updates(figures: RunFigures) -> Advice | None:
     rate = figures.settings.learning_rate
     if not figures.updates_skipped or figures.updates_skipped < MANY_SKIPPED * figures.updates or not rate:
         return None
-    return Advice(
+    return _advise_change(
+        figures,
+        f"trainer.learning_rate={rate / 3:.2g}",
         rule="skipped updates",
         found=f"{figures.updates_skipped} of {figures.updates} updates were left out",
         reason="Their gradient was no finite number, or filters had left nothing to train: the alerts say which. Of the first, "
         "a third of the rate helps most often.",
-        command=_start_over(figures, f"trainer.learning_rate={rate / 3:.2g}"),
     )
 
 
@@ -281,22 +328,24 @@ def find_old_samples(figures: RunFigures) -> Advice | None:
     lost = groups.too_old / max(1, groups.too_old + groups.complete)
     if lost >= MANY_TOO_OLD and figures.settings.max_off_policy_steps is not None:
         limit = figures.settings.max_off_policy_steps
-        return Advice(
+        return _advise_change(
+            figures,
+            f"orchestrator.max_off_policy_steps={2 * limit}",
             rule="too old",
             found=f"{groups.too_old} groups were retired as too old, {groups.complete} were scored",
             reason="The slowest answers are thrown away, which favours short ones. Retire them later, or run less far ahead "
             "(orchestrator.max_async_rollout).",
-            command=_start_over(figures, f"orchestrator.max_off_policy_steps={2 * limit}"),
         )
     reward = figures.find("reward/policy")
-    if age is None or not ahead or age.last <= OLD_VERSIONS or reward is None or not (is_flat(reward) or has_fallen(reward)):
+    if age is None or not ahead or age.last <= OLD_VERSIONS or reward is None or is_higher(reward) or is_unclear(reward):
         return None
-    return Advice(
+    return _advise_change(
+        figures,
+        f"orchestrator.max_async_rollout={ahead // 2}",
         rule="stale samples",
         found=f"samples are {age.last:.2g} versions old; reward {reward.first:.3g} → {reward.last:.3g} "
         f"(noise ±{_noise(reward):.2g})",
         reason="Old samples pull the policy to where it was. Let generation run less far ahead of training.",
-        command=_start_over(figures, f"orchestrator.max_async_rollout={ahead // 2}"),
     )
 
 
@@ -308,11 +357,12 @@ def find_waiting(figures: RunFigures) -> Advice | None:
     waits, idle = f"the trainer waits for a batch {time.trainer_waits:.0%} of the time", f"{time.servers_idle:.0%}"
     scoring, generating = time.scoring_s or 0.0, time.generating_s or 0.0
     if time.trainer_waits >= LONG_WAIT and scoring > max(generating, 1e-3):
-        return Advice(
+        return _advise_change(
+            figures,
+            f"cluster.env_num_workers={2 * (figures.settings.env_num_workers or 1)}",
             rule="slow scoring",
             found=f"{waits}; a rollout is generated in {generating:.2g} s and scored in {scoring:.2g} s",
             reason="The environment is what limits the run. Give it more worker processes, or make its reward faster.",
-            command=_start_over(figures, f"cluster.env_num_workers={2 * (figures.settings.env_num_workers or 1)}"),
         )
     if time.trainer_waits >= LONG_WAIT and time.servers_idle >= LONG_IDLE:
         return _fill_servers(figures, f"{waits}, and servers have no request {idle} of it", time.requests_at_once or 0.0)
@@ -341,18 +391,20 @@ def _fill_servers(figures: RunFigures, found: str, at_once: float) -> Advice:
     groups, ahead = settings.max_concurrent_prompts_per_server or 32, settings.max_async_rollout or 0
     found = f"{found}; {at_once:.3g} requests at once"
     if at_once >= groups * (settings.group_size or 1) / 2:
-        return Advice(
+        return _advise_change(
+            figures,
+            f"orchestrator.max_concurrent_prompts_per_server={2 * groups}",
             rule="nobody works",
             found=found,
             reason="All slots are taken, and the slowest answers hold a batch up. Let a server take more at once.",
-            command=_start_over(figures, f"orchestrator.max_concurrent_prompts_per_server={2 * groups}"),
         )
-    return Advice(
+    return _advise_change(
+        figures,
+        f"orchestrator.max_async_rollout={max(1, 2 * ahead)}",
         rule="nobody works",
         found=found,
         reason="Slots are free: single slow answers, or processes that lack a core, hold a batch up. Generation that runs "
         "further ahead fills the gaps, with older samples.",
-        command=_start_over(figures, f"orchestrator.max_async_rollout={max(1, 2 * ahead)}"),
     )
 
 
@@ -401,23 +453,27 @@ def find_more_to_come(figures: RunFigures) -> Advice | None:
 
 
 def find_too_short(figures: RunFigures) -> Advice | None:
-    """With so few versions a change can't be told from noise."""
+    """A change can't be told from noise, nor that there is none."""
     reward, steps = figures.find("reward/policy"), figures.settings.number_of_steps
-    count = 0 if reward is None else reward.count
-    if count >= 2 * EDGE or not figures.step or not steps:
+    if (reward is not None and not is_unclear(reward)) or not figures.step or not steps:
         return None
-    going = figures.state == "running"
-    return Advice(
-        rule="too early",
-        found=f"versions of the weights that have been scored to the end: {count}",
-        reason=f"With {2 * EDGE} the first and the last {EDGE} are compared; before, a change can't be told from noise.",
-        command=shlex.join(["telescope", "show", figures.run_dir])
-        if going
-        else _start_over(figures, f"number_of_steps={max(2 * steps, 4 * EDGE)}"),
+    found = f"versions of the weights that have been scored to the end: {0 if reward is None else reward.count}"
+    if reward is not None and reward.error is not None:
+        of = sum(one.scored for one in figures.environments)
+        found += f"; reward {reward.first:.3g} → {reward.last:.3g} (noise ±{_noise(reward):.2g}, {of:,} rollouts)"
+    reason = (
+        f"Too short to tell: with {2 * EDGE} versions the first and the last {EDGE} are compared."
+        if reward is None or reward.count < 2 * EDGE
+        else "Too short to tell: a change as large as that noise could hide in it. More steps, or more rollouts in each."
     )
+    if figures.state == "running":
+        command = shlex.join(["telescope", "show", figures.run_dir])
+        return Advice(rule="too early", found=found, reason=reason, command=command)
+    return _advise_change(figures, f"number_of_steps={max(2 * steps, 4 * EDGE)}", rule="too early", found=found, reason=reason)
 
 
 RULES: tuple[Rule, ...] = (
+    find_none_right,
     find_failures,
     find_fixed_weights,
     find_equal_groups,
@@ -425,13 +481,13 @@ RULES: tuple[Rule, ...] = (
     find_truncated,
     find_gap,
     find_skipped_updates,
+    find_failure,
+    find_too_short,
     find_fallen_reward,
     find_no_entropy,
     find_slow_learning,
     find_old_samples,
-    find_failure,
     find_more_to_come,
-    find_too_short,
     find_waiting,
 )
 
@@ -448,10 +504,10 @@ def _find_only_environment(figures: RunFigures) -> str:
     return figures.settings.environments[0] if len(figures.settings.environments) == 1 else ""
 
 
-def _check_environment(figures: RunFigures, label: str) -> str:
+def _check_environment(figures: RunFigures, label: str, *options: str) -> str:
     """With what the run's command says of the environment and of where plug-ins are."""
     arguments, own = figures.arguments or (), f"environments.{label}.kwargs."
-    words = ["telescope", "env", "check", figures.settings.environment_names.get(label, label)]
+    words = ["telescope", "env", "check", figures.settings.environment_names.get(label, label), *options]
     for option, value in pairwise(arguments):
         if option in ("--config-dir", "-cd"):
             words += [option, value]
@@ -467,10 +523,42 @@ def _name_of(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
-def _hold_back(figures: RunFigures, rate: float) -> str:
+def _hold_back(figures: RunFigures, rate: float) -> tuple[str, str]:
     """A third of the learning rate, and a penalty on the divergence from the base model, or twice the one there is."""
     penalty = 2 * (figures.settings.kl_ref_coef or 0.0005)
-    return _start_over(figures, f"trainer.learning_rate={rate / 3:.2g}", f"algorithm.kl_ref_coef={penalty:g}")
+    return f"trainer.learning_rate={rate / 3:.2g}", f"algorithm.kl_ref_coef={penalty:g}"
+
+
+def _advise_change(figures: RunFigures, *changes: str, rule: str, found: str, reason: str) -> Advice:
+    """A run with other values, and whether this one can go on with them."""
+    command, resume = _start_over(figures, *changes), _explain_resume(figures, *changes)
+    return Advice(rule=rule, found=found, reason=reason, command=command, resume=resume)
+
+
+def _explain_resume(figures: RunFigures, *changes: str) -> str:
+    """By the rule of `runs resume` itself (`config.resume`), for which the old values are none, the new ones the changes."""
+    named = {_name_of(change): change.partition("=")[2] for change in changes}
+    if obstacles := find_obstacles_to_resume(_nest(dict.fromkeys(named)), _nest(named)):
+        kept = [name for name in named if any(one.startswith(f"{name}=") for one in obstacles)]
+        return f"This needs a new run: `telescope runs resume` keeps {', '.join(kept)}."
+    if not figures.checkpoints:
+        return "This needs a new run: nothing is saved that this one could go on from."
+    when = "Once it has ended, it can go on" if figures.state in ("running", "waiting") else "Or go on"
+    words = [f"{name}={value}" for name, value in named.items()]
+    command = shlex.join(["telescope", "runs", "resume", figures.run_dir, *words])
+    return f"{when} from step {figures.checkpoints[-1]} with it: {command}"
+
+
+def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`: the shape of a resolved configuration."""
+    nested: dict[str, Any] = {}
+    for path, value in settings.items():
+        *above, last = path.split(".")
+        here = nested
+        for name in above:
+            here = here.setdefault(name, {})
+        here[last] = value
+    return nested
 
 
 def _start_over(figures: RunFigures, *changes: str, without: Sequence[str] = ()) -> str:

@@ -25,6 +25,7 @@ from telescope.config.secrets import find_references
 from telescope.flow.group_lifecycle import OFF_POLICY
 from telescope.flow.groups import GroupState
 from telescope.runlog import checkpoints
+from telescope.runlog.eval_words import describe_interval
 from telescope.runlog.files import DamagedFile, read_bytes, read_json
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import RunLook, look, read_or_note
@@ -47,6 +48,8 @@ TEXT_CHARACTERS = 4_000
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What rules ask of the configuration, by the settings' own names; None where config.json does not say it."""
 
+    model: str = ""
+    """`model.name`"""
     number_of_steps: int | None = None
     learning_rate: float | None = None
     group_size: int | None = None
@@ -102,6 +105,8 @@ class EnvironmentFigures(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     reward: float | None
     """Mean of those that were scored."""
+    best_reward: float | None = None
+    """The highest of these."""
     truncated: int
     """Scored answers that ended at the limit on tokens."""
     causes: tuple[tuple[str, int], ...] = ()
@@ -127,6 +132,8 @@ class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[int, ...]
     error: float | None
     """Standard error of the last reward."""
+    interval: str = ""
+    """At 95 %, of the last; where it is known."""
     prompts: int | None = None
     """Of the last."""
 
@@ -282,7 +289,9 @@ def read_run_settings(run: RunDirectory, damaged: list[DamagedFile]) -> RunSetti
     place = section("checkpoint").get("dir")
     fake = "fake" in (inference.get("engine"), section("backend").get("name"))
     environments = {label: own for label, own in section("environments").items() if isinstance(own, dict)}
+    model = section("model").get("name")
     return RunSettings(
+        model=model if isinstance(model, str) else "",
         number_of_steps=_whole(held, "number_of_steps"),
         learning_rate=_number(trainer, "learning_rate"),
         group_size=_whole(rollout, "group_size"),
@@ -417,6 +426,7 @@ class _RolloutTally:
     failed: Counter[str] = field(default_factory=Counter)
     truncated: Counter[str] = field(default_factory=Counter)
     rewards: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
     causes: dict[str, Counter[str]] = field(default_factory=dict)
     equal: dict[str, dict[int, float]] = field(default_factory=dict)
     """The reward of each group whose rewards were all equal."""
@@ -433,7 +443,9 @@ class _RolloutTally:
             case "scored":
                 self.scored[label] += 1
                 self.truncated[label] += row.get("finish_reason") == "length"
-                self.rewards[label] = self.rewards.get(label, 0.0) + (_number(row, "reward") or 0.0)
+                reward = _number(row, "reward") or 0.0
+                self.rewards[label] = self.rewards.get(label, 0.0) + reward
+                self.best[label] = max(self.best.get(label, reward), reward)
                 started, generated, scored = (_number(row, f"{name}_ns") for name in ("started", "generated", "scored"))
                 if started and generated and scored:
                     self.generating_s.append(max(0.0, generated - started) / 1e9)
@@ -446,6 +458,7 @@ class _RolloutTally:
                 scored=self.scored[label],
                 failed=self.failed[label],
                 reward=self.rewards[label] / self.scored[label] if self.scored[label] else None,
+                best_reward=self.best.get(label),
                 truncated=self.truncated[label],
                 causes=tuple(self.causes.get(label, Counter()).most_common(5)),
                 equal_groups=len(equal := self.equal.get(label, {})),
@@ -549,7 +562,9 @@ def read_evals(run: RunDirectory, damaged: list[DamagedFile]) -> Iterator[EvalFi
         if curve is not None:
             last = by_step[steps[-1]]
             error, prompts = _number(last, "reward_error"), _whole(last, "prompts")
-            yield EvalFigures(name=name, reward=curve, steps=steps, error=error, prompts=prompts)
+            yield EvalFigures(
+                name=name, reward=curve, steps=steps, error=error, prompts=prompts, interval=describe_interval(last)
+            )
 
 
 def read_alerts(newest: _NewestRows) -> tuple[RepeatedAlert, ...]:

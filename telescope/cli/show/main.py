@@ -1,12 +1,14 @@
 """`telescope show RUN_DIR`: what a run has learnt, on one page, and what to try next.
 
 Curves, wrong and right answers, what was lost, where time goes. Opens the run directory to look: changes nothing in it, names a
-file that can't be used and shows the rest. So it also works while a run goes on.
+file that can't be used and shows the rest. So it also works while a run goes on. Of a folder of runs, a sweep's say, the table
+of `telescope runs list`.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from telescope.cli.arguments import from_one, whole_from_zero
-from telescope.cli.runs import job_states, run_status
+from telescope.cli.runs import job_states, run_status, tabulate_runs
 from telescope.cli.show.advice import advise
 from telescope.cli.show.figures import read_figures
 from telescope.cli.show.page import NARROWEST, PageStyle, describe
@@ -31,6 +33,10 @@ def main(arguments: Sequence[str]) -> int:
     asked = _parser().parse_args(list(arguments))
     run = RunDirectory(asked.run)
     if not is_run(run.path):
+        table, newest = tabulate_runs(run.path) if run.path.is_dir() and not asked.json else ([], None)
+        if newest is not None:
+            sys.stdout.write("\n".join([*table, "", f"One of them: telescope show {shlex.quote(str(newest))}"]) + "\n")
+            return OK
         sys.stderr.write(
             f"{run.path} is not a run directory: it has no run.json; `telescope runs list` has those of a folder\n"
         )

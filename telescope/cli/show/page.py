@@ -16,6 +16,8 @@ NARROWEST = 80
 MOST_ADVICE = 4
 MOST_LINES = 5
 """Of alerts, causes, environments and evals each."""
+MOST_CHARACTERS = 4_000
+"""Of an alert or a reason, which are wrapped whole: only what no sentence is as long as is cut."""
 NAME_WIDTH, NUMBER_WIDTH = 15, 9
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 ASCII = str.maketrans({"·": "-", "…": "...", "→": "->", "–": "-", "±": "+-", "×": "x", "“": '"', "”": '"'})
@@ -81,7 +83,7 @@ def _describe_run(figures: RunFigures, style: PageStyle) -> Iterator[str]:
     how_far = f"step {figures.step}" + (f" of {steps}" if steps else "")
     yield style.title(style.clip(f"{figures.run_dir} · {figures.state} · {how_far}", style.width))
     if figures.reason:
-        yield from style.wrap(style.clip(figures.reason, 4 * style.width - 20))
+        yield from style.wrap(style.clip(figures.reason, MOST_CHARACTERS))
     for sentence in figures.damaged[:MOST_LINES]:
         yield from style.wrap(style.clip(sentence.removeprefix(f"{figures.run_dir}/"), 3 * style.width - 60), "damaged")
     if len(figures.damaged) > MOST_LINES:
@@ -143,6 +145,8 @@ def _describe_evals(figures: RunFigures, style: PageStyle) -> Iterator[str]:
         yield _describe_curve(found.reward, style)
         prompts = "" if found.prompts is None else f" over {found.prompts} prompt{'s' * (found.prompts != 1)}"
         error = "" if found.error is None else f", standard error of the last {_short(found.error)}{prompts}"
+        if found.error == 0:  # all prompts are alike, which says nothing of how sure the reward is
+            error = f", 95 % interval of the last {found.interval or 'unknown'}{prompts}"
         times = f"once, at step {found.steps[0]}" if len(found.steps) == 1 else (
             f"{len(found.steps)} times, steps {found.steps[0]} to {found.steps[-1]}"
         )  # fmt: skip
@@ -209,7 +213,7 @@ def _describe_losses(figures: RunFigures, style: PageStyle) -> Iterator[str]:
         yield from _describe_environment(one, style)
     for alert in figures.alerts[:MOST_LINES]:
         times = f" (× {alert.count})" if alert.count > 1 else ""
-        yield from style.wrap(f"alert{times}: {style.clip(f'{alert.source}: {alert.message}', 2 * style.width - 40)}")
+        yield from style.wrap(f"alert{times}: {style.clip(f'{alert.source}: {alert.message}', MOST_CHARACTERS)}")
     if len(figures.alerts) > MOST_LINES:
         yield f"  alert: {len(figures.alerts) - MOST_LINES} more kinds in the stream `alerts`"
     if figures.updates_skipped:
@@ -279,8 +283,18 @@ def _describe_advice(figures: RunFigures, advice: Sequence[Advice], style: PageS
     for number, one in enumerate(advice[:MOST_ADVICE], start=1):
         yield from style.wrap(f"{number}. {one.found[:1].upper()}{one.found[1:]}. {one.reason}")
         yield f"       {one.command}"
+        if one.resume:
+            yield from _describe_resume(one.resume, style)
     if len(advice) > MOST_ADVICE:
         yield f"  {len(advice) - MOST_ADVICE} more with --json."
+
+
+def _describe_resume(sentence: str, style: PageStyle) -> Iterator[str]:
+    """A command in it is in a line of its own, and whole."""
+    words, colon, command = sentence.partition(": telescope ")
+    yield from style.wrap(f"{words}:" if colon else sentence)
+    if colon:
+        yield f"       telescope {command}"
 
 
 def _describe_no_step(figures: RunFigures) -> str:

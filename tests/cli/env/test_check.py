@@ -72,7 +72,7 @@ def test_the_right_answers_of_countdown_earn_one_and_the_tokens_are_shown(capsys
     ]
     metrics = [line.split() for line in said.splitlines() if line.startswith(("exact", "valid_format", "all_numbers"))]
     assert metrics == [[name, "1", "1", "1", "0", "to", "1"] for name in ("exact", "valid_format", "all_numbers")]
-    assert "warning: all 4 rewards are 1" in said
+    assert "warning: all 4 rewards are 1: nothing can be learnt from that (the right answers were played, not" in said
     assert "4 of 4 rollouts scored, 1 warning" in said
 
 
