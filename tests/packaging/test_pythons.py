@@ -21,6 +21,7 @@ WITHOUT = (
     *("--ignore=tests/cli/test_export.py", "--ignore=tests/cli/test_export_smollm2.py", "--ignore=tests/cli/env/test_audit.py"),
     *("--ignore=tests/cli/test_model_from_gguf.py", "--ignore=tests/config/test_hub.py"),
     *("--ignore=tests/config/test_obstacles.py", "--ignore=tests/config/test_absent.py"),
+    *("--ignore=tests/cli/test_served_model.py", "--ignore=tests/config/test_flagships.py", "--ignore=tests/cli/test_chat.py"),
     "--deselect=tests/cli/env/test_check.py::test_the_tiny_model_answers_in_this_process",
 )
 """They are about models, or about a machine that has torch and vLLM."""
