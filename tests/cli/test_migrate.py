@@ -151,7 +151,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {**OLDER, "algorithm": "gspo"},
         [
             "- seq_len: inference.max_model_len=4096 must not be above trainer.seq_len: a sequence has to fit",
-            "- sapo_tau_pos: algorithm.sapo_tau_pos here; there is no such setting",
+            "- sapo_tau_pos: algorithm.sapo_tau_pos: there is no such setting",
             "- max_model_len: ",
             "- resume_from_checkpoint: a run of the older Telescope can't be resumed here",
         ],
