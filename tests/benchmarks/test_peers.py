@@ -119,8 +119,8 @@ def test_steps_are_read_from_a_run_directory(tmp_path: Path) -> None:
     second = 1_000_000_000
     metrics = {"timing_step_total": 2.0, "timing_step_active": 1.5, "tokens": 48.0, "trained_tokens": 32.0}
     told = [
-        {"seq": 1, "time_ns": 0, "mono_ns": 12 * second, "step": 2, "metrics": metrics | {"timing_weight_sync/total": 0.25}},
-        {"seq": 0, "time_ns": 0, "mono_ns": 10 * second, "step": 1, "metrics": metrics},
+        {"seq": 1, "time_ns": 12 * second, "mono_ns": 0, "step": 2, "metrics": metrics | {"timing_weight_sync/total": 0.25}},
+        {"seq": 0, "time_ns": 10 * second, "mono_ns": 0, "step": 1, "metrics": metrics},
     ]
     turn = {"seq": 2, "time_ns": 0, "mono_ns": 0, "placed_ns": 9 * second, "done_ns": 11 * second}
     (folder / "step_metrics-000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
@@ -141,6 +141,7 @@ def test_our_settings_compose(layout: str, tmp_path: Path) -> None:
     assert point.config is not None, point.problems
     assert point.config.orchestrator.max_async_rollout == (0 if layout == "one_card_in_turns" else 2)
     assert point.config.rollout.max_tokens == 1024
+    assert point.config.number_of_steps == 8 + ours.LAST_STEPS
 
 
 # ---- TRL -------------------------------------------------------------------------------------------------------------
@@ -213,8 +214,8 @@ def test_the_reward_is_that_of_the_letters() -> None:
     from benchmarks.plugins.environments.letters import Letters
 
     prompts = Letters(length=4)
-    expected = [prompts.reward(prompts.prompts("train")[0], answer).total for answer in ("a", "b", "c")]
-    assert trl_worker.coin(["a", "b", [{"role": "assistant", "content": "c"}]]) == expected
+    expected = [prompts.reward(prompts.prompts("train")[0], answer).total for answer in ("a", "d", "c")]
+    assert trl_worker.coin(["a", "d", [{"role": "assistant", "content": "c"}]]) == expected
     assert set(expected) == {0.0, 1.0}
 
 
