@@ -152,6 +152,8 @@ def handicaps(choices: TrlChoices) -> tuple[str, ...]:
     found = []
     if choices.masters == "bfloat16":
         found.append("TRL updates weights and moments in bfloat16: less to read and send, and small steps are lost.")
+    if choices.masters == "float32" and choices.mode in ("server", "async"):
+        found.append("TRL sends weights in the precision that it updates, float32: twice the bytes of Telescope's bfloat16.")
     if choices.mode in ("server", "colocate"):
         found.append("TRL's GRPOTrainer works by turns: its samples are always fresh, and one side waits for the other.")
     if choices.mode == "colocate":

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.shapes import SHAPES, make_model, write_tokenizer
+from benchmarks.shapes import SHAPES, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLLOUTS = {"tiny": 16, "4B": 128}
@@ -81,7 +83,8 @@ def make_endless_model(shape: str, models: Path) -> Path:
     folder, vocabulary = models.absolute() / f"{shape}-endless", SHAPES[shape].vocabulary
     done = folder / "endless"
     if not done.exists():
-        make_model(SHAPES[shape], folder)
+        command = [sys.executable, "-m", "benchmarks.shapes", shape, str(folder)]  # what it draws with on a GPU ends with it
+        subprocess.run(command, cwd=ROOT, check=True)
         write_tokenizer(folder, vocabulary + 1, end=f"w{vocabulary}")
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}, indent=2) + "\n")

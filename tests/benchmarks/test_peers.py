@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import socket
+import sys
+import threading
+import time
 from enum import Enum
 from pathlib import Path
 
@@ -13,6 +18,8 @@ from benchmarks.peers import compare, host, ours, table, trl, trl_arguments, trl
 from benchmarks.peers.result import PeerResult, PeerStep, UnusableResult, read_result, summarise, write_result
 from benchmarks.peers.workload import Workload
 from telescope.runlog.layout import RunDirectory
+from tests.deadlines import refuse_late
+from tests.ports import free_port
 
 WORK = Workload("0.6B", 128, 1024, 256, 8, 1e-6, "bfloat16")
 
@@ -284,3 +291,52 @@ def test_a_turn_has_a_command_for_each_line() -> None:
         "--steps", "12", "--out", "/out/trl_4B_server_tuned_3.json",
     ]  # fmt: skip
     assert len(list(compare.plan_turn(1, "0.6B", 1, "python", Path("/out"), [], with_async=True))) == 4
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+HANGS = "import signal; signal.pause()"
+SERVER = """
+import http.server, sys
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'vllm:num_requests_running{engine="0"} 5\\n')
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+def test_a_server_is_waited_for_watched_and_ended(tmp_path: Path) -> None:
+    port = free_port()
+    with trl.served([sys.executable, "-c", SERVER, str(port)], tmp_path / "log", os.environ, port) as watch:
+        deadline, pause = time.monotonic() + 60, threading.Event()
+        while not watch.seen:
+            refuse_late(deadline, "nothing was seen of the server")
+            pause.wait(0.05)
+    assert {number for _, number in watch.seen} == {5.0}
+    with pytest.raises(OSError, match=r"refused"):
+        socket.create_connection(("127.0.0.1", port), 5)
+
+
+def test_a_server_that_ends_at_once_is_told_with_its_log(tmp_path: Path) -> None:
+    ends = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    with (
+        pytest.raises(SystemExit, match=r"(?s)vLLM server was not ready.*no such model"),
+        trl.served(ends, tmp_path / "log", os.environ, free_port()),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("code", "limit_s", "said"),
+    [
+        ("raise SystemExit('bad setting')", 60, r"(?s)exit code 1.*bad setting"),
+        (HANGS, 0.5, "did not end within --limit-s=0.5"),
+    ],
+)
+def test_a_run_that_fails_or_hangs_ends_the_benchmark(code: str, limit_s: float, said: str, tmp_path: Path) -> None:
+    process = host.start([sys.executable, "-c", code], tmp_path / "log", os.environ, tmp_path)
+    with pytest.raises(SystemExit, match=said):
+        host.wait(process, tmp_path / "log", limit_s, "the run")
+    assert process.poll() is not None
