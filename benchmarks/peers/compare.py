@@ -52,7 +52,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/peers"), help="a folder for the files of figures")
     parser.add_argument("common", nargs="*", help="options of every command, after --")
     given = parser.parse_args()
-    done, failed = [], []
+    done: list[Path] = []
+    failed: list[Path] = []
     for turn in range(1, given.turns + 1):
         planned = plan_turn(
             given.cards, given.shape, turn, given.python, given.out.absolute(), given.common, with_async=given.with_async
