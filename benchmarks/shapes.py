@@ -70,9 +70,9 @@ def write_folder(folder: Path, shape: ModelShape, tensors: dict[str, Any]) -> No
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
-def write_tokenizer(folder: Path, vocabulary: int) -> None:
+def write_tokenizer(folder: Path, vocabulary: int, end: str = "<end>") -> None:
     """<pad>, <end>, the bytes, then words that no text contains, so that every id decodes. A byte-level BPE without merges:
-    transformers makes one of any tokenizer that lies beside a model of Qwen's."""
+    transformers makes one of any tokenizer that lies beside a model of Qwen's. `end`: which of them ends an answer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -80,7 +80,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     names += [f"w{index}" for index in range(len(names), vocabulary)]
     core = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<pad>")
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, pad_token="<pad>")
     made.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     made.save_pretrained(folder)
 

@@ -22,6 +22,7 @@ SMALLEST = {
     "flow.refill": "--requests 8 --tokens 16 --waves 4",
     "flow.simulate": "--servers 4 --steps 2",
     "grader_agreement": "--first 4",
+    "peers.ours": "--shape tiny --cpu --steps 4 --prompt 16 --answer 16",
     "training.attention": "--device cpu --row 64 --heads 2 1 16 --repeats 1",
     "training.checkpoint": "--layers 1 --hidden 128 --train",
     "training.logprobs": "--tokens 64 --vocabulary 512 --hidden 32 --chunks 16 --plain-tokens 16 --runs 1",
