@@ -170,7 +170,7 @@ def refuse_alive(run: RunDirectory) -> None:
     found = seen.holder
     if found is None or seen.has_ended:
         return
-    match holder.find_state(found):
+    match holder.find_state(found, run):
         case "alive":
             raise CannotResume(f"{run.path} is still watched by process {found.pid}: `telescope runs stop {run.path}` ends it")
         case "elsewhere":

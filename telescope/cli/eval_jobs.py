@@ -231,7 +231,7 @@ def _send_to_wandb(run: RunDirectory, folder: Path, say: Tell) -> None:
     if sent.exists() or not wanted(trained.logging, os.environ):
         return
     seen = opening.look(run)
-    if not seen.has_ended and seen.holder is not None and find_state(seen.holder) != "gone":
+    if not seen.has_ended and seen.holder is not None and find_state(seen.holder, run) != "gone":
         say("The run goes on and writes to W&B itself: give the command again when it has ended, and the numbers go there too.")
         return
     complete = [row for row in rows(RunDirectory(folder), "evals") if row["state"] == "complete"]

@@ -484,13 +484,13 @@ def _eager(given: Given) -> Mapping[str, Any]:
 def _greedy(given: Given) -> Mapping[str, Any]:
     if given.switch():
         raise NotCarried("an eval samples here, always")
-    return {"eval.temperature": 0.01}
+    return {"eval.temperature": 0}
 
 
 def _val_temperature(given: Given) -> Mapping[str, Any]:
     if given.other(f"{_ROLLOUT}val_kwargs.do_sample") is False:
         raise NotCarried("do_sample=false says that answers are not sampled")
-    return {"eval.temperature": max(given.number(), 0.01)}
+    return {"eval.temperature": given.number()}
 
 
 def _when_positive(setting: str, never: Any) -> Convert:

@@ -238,7 +238,7 @@ def _state_of_files(seen: RunLook, changed: float, *, over: bool) -> str:
         return "no run"
     if holder is None:  # a job that was gone before it began never wrote an end
         return "failed" if over else "waiting"
-    here = find_state(holder)
+    here = find_state(holder, seen.run)
     goes_on = not over and (here == "alive" or (here == "elsewhere" and time.time() - changed < FRESH_S))
     return "running" if goes_on else "lost"
 
@@ -328,6 +328,9 @@ def _stop(asked: argparse.Namespace) -> int:
     run = RunDirectory(asked.run)
     seen = look(run)
     holder = seen.holder
+    if holder is not None and not seen.has_ended and (original := find_original(holder, run)) is not None:
+        sys.stderr.write(f"{asked.run} is a copy of {original}: `telescope runs stop {original}` ends the run itself\n")
+        return FAILED
     if seen.job:
         return _stop_job(seen, asked.timeout)
     if seen.has_ended:
@@ -336,13 +339,8 @@ def _stop(asked: argparse.Namespace) -> int:
         named = "; ".join(map(str, seen.damaged)) or "it never started, or this is not a run directory"
         sys.stderr.write(f"{asked.run} is not known to be watched by any process: {named}\n")
         return FAILED
-    if find_state(holder) == "elsewhere":
+    if find_state(holder, run) == "elsewhere":
         sys.stderr.write(f"{asked.run} is watched by process {holder.pid} on {holder.host}: stop it there\n")
-        return FAILED
-    if (original := find_original(holder, run)) is not None:
-        sys.stderr.write(
-            f"{asked.run} is a copy: process {holder.pid} watches {original}, which `telescope runs stop {original}` ends\n"
-        )
         return FAILED
     match stop(holder, asked.timeout):
         case "gone":

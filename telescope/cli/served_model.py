@@ -162,7 +162,7 @@ def _choose_step(run: RunDirectory, trained: RunConfig, given: str | None, goes_
 def is_going_on(run: RunDirectory) -> bool:
     """Whether a process of this host watches the run."""
     holder = opening.look(run).holder
-    return holder is not None and find_state(holder) == "alive"
+    return holder is not None and find_state(holder, run) == "alive"
 
 
 def _explain_checkpoint(path: Path) -> str:

@@ -26,6 +26,8 @@ SHARED = (
 
 FROM_SERVERS = 3
 """A run of so many inference servers holds one for its evals where `num_servers` is auto."""
+LOWEST_TEMPERATURE = 0.01
+"""Of those that vLLM keeps apart from each other, and from 0."""
 
 
 class EvalSettings(Settings):
@@ -263,6 +265,12 @@ def find_mistakes(
                 f"{place('pass_at_k')}={list(one.pass_at_k)} asks for k={most} of the eval {one.name}, which has "
                 f"{place('num_samples')}={one.num_samples} answers to a prompt: raise {place('num_samples')} to {most}, or "
                 "leave that k out",
+            )
+        if one.temperature is not None and 0 < one.temperature < LOWEST_TEMPERATURE:
+            yield (
+                (place("temperature"),),
+                f"{place('temperature')}={one.temperature:g} is below {LOWEST_TEMPERATURE:g}, at which vLLM samples what is "
+                "above 0 and below it: set 0, which takes the likeliest token each time, or that",
             )
         if one.temperature == 0 and one.num_samples > 1:
             yield (

@@ -199,11 +199,11 @@ class Rollout:
         version that any server can have sampled with. Raises `UnusableRollout`; nothing has changed then.
         """
         if self.order.eval and not result.branch_lengths and not any(map(len, arrays)):  # of a server that tells no tokens
-            wrong = _find_wrong_number(result, bool(self.order.eval)) or _find_wrong_turn_reward(result)
+            wrong = _find_wrong_number(result, of_eval=True) or _find_wrong_turn_reward(result)
         else:
             wrong = (
                 _find_wrong_shape(result, arrays)
-                or _find_wrong_number(result, bool(self.order.eval))
+                or _find_wrong_number(result, of_eval=bool(self.order.eval))
                 or _find_wrong_token(result, arrays, newest)
                 or _find_wrong_turn_reward(result)
                 or _find_wrong_turn(result, arrays[1])
@@ -292,7 +292,7 @@ def _find_wrong_shape(result: RolloutResult, arrays: tuple[np.ndarray, ...]) -> 
     return ""
 
 
-def _find_wrong_number(result: RolloutResult, of_eval: bool) -> str:
+def _find_wrong_number(result: RolloutResult, *, of_eval: bool) -> str:
     if not abs(result.reward) <= turn_credit.REWARD_LIMIT:  # NaN is not
         return f"its reward is {result.reward}, and it must be a number within ±{turn_credit.REWARD_LIMIT:.0e}"
     for name, value in result.metrics.items():

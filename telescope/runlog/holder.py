@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from telescope.runlog.files import read_json
+from telescope.runlog.files import DamagedFile, read_json
 from telescope.runlog.layout import RunDirectory, write_atomically
 
 HolderState = Literal["alive", "gone", "elsewhere"]
@@ -45,15 +45,18 @@ def read_holder(run: RunDirectory) -> Holder | None:
 
 def find_original(holder: Holder, run: RunDirectory) -> Path | None:
     """The directory that the process watches, where `run` is a copy of it that somebody made while the run went on."""
-    original = Path(holder.directory)
+    original = RunDirectory(Path(holder.directory))
     try:
-        return original if holder.directory and not original.samefile(run.path) else None
-    except OSError:  # moved since, or seen from another host
+        copied = bool(holder.directory) and not original.path.samefile(run.path) and read_holder(original) == holder
+    except (OSError, DamagedFile):  # moved since, or seen from another host
         return None
+    return original.path if copied else None
 
 
-def find_state(holder: Holder) -> HolderState:
-    """`elsewhere`: on another host, of which nothing is known here."""
+def find_state(holder: Holder, run: RunDirectory) -> HolderState:
+    """Whether the process watches `run`; a copy is watched by none. `elsewhere`: on another host, of which nothing is known."""
+    if find_original(holder, run) is not None:
+        return "gone"
     if holder.host != socket.gethostname():
         return "elsewhere"
     return "alive" if _start_ticks(holder.pid) == holder.started else "gone"

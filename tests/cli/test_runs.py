@@ -21,7 +21,7 @@ from telescope.config.run import _hash_of, load_run
 from telescope.config.secrets import SecretMissing
 from telescope.inference.main import http_api_key
 from telescope.runlog import attempts, http_key
-from telescope.runlog.holder import Holder, find_original, find_state, hold, read_holder, stop
+from telescope.runlog.holder import Holder, find_state, hold, read_holder, stop
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import look
@@ -173,31 +173,33 @@ def test_stop_asks_the_process_that_watches_as_ctrl_c_would_and_waits_for_its_en
         assert watcher.stdout.readline() == "held\n"
         holder = read_holder(run)
         assert holder is not None
-        assert find_state(holder) == "alive"
+        assert find_state(holder, run) == "alive"
         reaped = subprocess.Popen([sys.executable, "-m", "telescope", "runs", "stop", str(run.path)])
         assert watcher.wait(60) == 0
         assert reaped.wait(60) == 0
     assert json.loads(run.exit_json.read_text()) == {"exit_code": 130}
-    assert find_state(holder) == "gone"
+    assert find_state(holder, run) == "gone"
     assert stop(holder, 60) == "gone"
     assert runs.main(["stop", str(run.path)]) == 0
     assert "has ended already" in capsys.readouterr().out
 
 
-def test_stop_of_a_copy_leaves_the_run_alone_that_it_was_made_of(tmp_path: Path, capsys):
+@pytest.mark.parametrize("job", [None, "4711"])
+def test_a_copy_of_a_run_that_goes_on_is_watched_by_nobody(tmp_path: Path, capsys, job: str | None):
     run = made(tmp_path / "a")
     hold(run)  # this process: were it asked to stop, pytest would end
+    if job:
+        attempts.write_submission(run, job, run.path / "job.sh")
     shutil.copytree(run.path, tmp_path / "copy")
-    assert runs.main(["stop", str(tmp_path / "copy")]) == 1
-    assert f"copy is a copy: process {os.getpid()} watches {run.path}, which `telescope runs stop {run.path}`" in (
-        capsys.readouterr().err
-    )
-    holder = read_holder(run)
+    copy = RunDirectory(tmp_path / "copy")
+    assert runs.main(["stop", str(copy.path)]) == 1
+    assert f"copy is a copy of {run.path}: `telescope runs stop {run.path}` ends" in capsys.readouterr().err
+    holder = read_holder(copy)
     assert holder is not None
+    assert (find_state(holder, run), find_state(holder, copy)) == ("alive", "gone")
     (tmp_path / "linked").symlink_to(run.path)
-    assert find_original(holder, RunDirectory(tmp_path / "linked")) is None
     run.path.rename(tmp_path / "moved")
-    assert find_original(holder, RunDirectory(tmp_path / "moved")) is None
+    assert find_state(holder, RunDirectory(tmp_path / "moved")) == "alive"
 
 
 def test_stop_ends_a_run_that_ctrl_z_has_stopped(tmp_path: Path):
@@ -219,7 +221,7 @@ def test_a_process_of_the_same_number_that_began_later_is_not_touched(tmp_path: 
     other = Holder(socket.gethostname(), os.getpid(), 12345)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        assert find_state(other) == "gone"
+        assert find_state(other, RunDirectory(tmp_path)) == "gone"
         assert stop(other, 60) == "gone"
     finally:
         signal.signal(signal.SIGINT, before)

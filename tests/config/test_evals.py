@@ -73,6 +73,11 @@ def test_the_environment_of_an_eval_is_completed_and_comes_back_from_its_file(tm
             "eval.pass_above does nothing: each of `evals` sets its own pass_above; leave it out",
         ),
         (
+            ["eval.every=5", "eval.temperature=0.001"],
+            "eval.temperature=0.001 is below 0.01, at which vLLM samples what is above 0 and below it: set 0, which takes the "
+            "likeliest token each time, or that",
+        ),
+        (
             ["eval.every=5", "eval.num_samples=2", "eval.temperature=0"],
             "eval.temperature=0 takes the likeliest token each time, so the eval.num_samples=2 answers to a prompt of the eval "
             "countdown are one: set eval.num_samples=1, or a temperature above 0",
