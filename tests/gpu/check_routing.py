@@ -39,9 +39,9 @@ PROMPTS, TOKENS = 48, 120
 
 
 def prompt(index: int) -> np.ndarray:
-    """The longer ones come in parts; every second begins as the one before."""
-    shared = np.random.default_rng(index // 2).integers(2, 90, 40 + 12 * index)
-    return np.r_[shared, np.random.default_rng(index).integers(2, 90, 9)].astype(np.int32)
+    """Two begin alike. A step has room for one or two of them, so that some come in parts."""
+    shared = np.random.default_rng(index // 2).integers(2, 90, 150 + 4 * (index // 2))
+    return np.concatenate([shared, np.random.default_rng(index).integers(2, 90, 9)]).astype(np.int32)
 
 
 async def ask(engine: VllmEngine, name: str) -> tuple[list[Generated], float]:
@@ -84,7 +84,7 @@ class Reference:
 async def check(folders: list[Path], given: argparse.Namespace, graphs: str, dtype: str) -> Facts:
     settings = InferenceSettings.model_validate(
         {
-            "http": False, "max_model_len": 1024, "gpu_memory_utilization": 0.2, "cpu_kv_cache_mb": 64, "dtype": dtype,
+            "http": False, "max_model_len": 512, "gpu_memory_utilization": 0.2, "cpu_kv_cache_mb": 64, "dtype": dtype,
             "max_num_batched_tokens": PART, "tensor_parallel_size": given.tensor_parallel, "cuda_graphs": graphs,
         }
     )  # fmt: skip

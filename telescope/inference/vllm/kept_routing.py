@@ -133,7 +133,7 @@ class KeptRouting:
 
 def find_routers(model: Any) -> list[Any]:
     """vLLM's routers of a model's layers with experts, in order. Raises `CannotKeep` where there are none, or unlike ones."""
-    named = [getattr(module, "router", None) for module in model.modules()]
+    named: list[Any] = [getattr(module, "router", None) for module in model.modules()]
     routers = list({id(router): router for router in named if hasattr(router, "set_capture_fn")}.values())
     if not routers:
         raise CannotKeep("the model has no layer with experts whose router vLLM lets one listen to")
@@ -187,8 +187,8 @@ def room(worker: Any, available: int) -> int:
     except CannotKeep:
         return 0
     token_bytes = sum(spec.page_size_bytes / spec.block_size for spec in worker.get_kv_cache_spec().values())
-    step = worker.vllm_config.scheduler_config.max_num_batched_tokens * shape.token_bytes
-    return step + int(available * shape.token_bytes / (shape.token_bytes + token_bytes))
+    tokens = int(worker.vllm_config.scheduler_config.max_num_batched_tokens)
+    return tokens * shape.token_bytes + int(available * shape.token_bytes / (shape.token_bytes + token_bytes))
 
 
 def _refuse_shares(config: Any) -> None:
