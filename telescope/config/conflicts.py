@@ -464,12 +464,11 @@ def _without_effect(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _router_replay(config: RunConfig) -> Iterator[Conflict]:
-    """To be gone as soon as servers record which experts their tokens went to."""
-    if config.trainer.router_replay:
+    if config.trainer.router_replay and config.inference.engine != "vllm":
         yield Conflict(
-            ("trainer.router_replay",),
-            "trainer.router_replay=true trains tokens through the experts that their server recorded, and no server of this "
-            "Telescope records them yet: set it to false",
+            ("trainer.router_replay", "inference.engine"),
+            "trainer.router_replay=true trains tokens through the experts that their server recorded, and "
+            f"inference.engine={config.inference.engine} has none: set it to false, or use inference=vllm",
         )
 
 

@@ -240,7 +240,7 @@ class TrainerSettings(Settings):
     """Row lengths are rounded up to it, so that few shapes occur; must divide seq_len."""
     router_replay: bool = False
     """Train each token through the experts that its server recorded when it sampled, rather than those that the router chooses
-    now. For models with experts, with servers that keep such records."""
+    now. For models with experts; servers then record them, or refuse to start."""
     entropy_chunk_size: int = Field(default=1024, ge=1, le=100_000_000)
     """Tokens whose [chunk, vocabulary] logits exist at once when log-probs and entropy are computed."""
     peak_flops: float | None = Field(default=None, gt=0)

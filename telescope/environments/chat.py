@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.failures import ContextFull, InfrastructureError
 from telescope.environments.template import ChatTemplate, TemplateError, Tokenizer
 from telescope.environments.validate import find_message_mistake
+from telescope.maths import routing
 from telescope.records import FinishReason, Trajectory
 
 _ABOVE_ZERO = 1e-3  # rounding of a log-softmax in low precision; anything more is not a log-prob
@@ -50,12 +51,14 @@ class GenerationAborted(ChatError):
 
 @dataclass(frozen=True)
 class Sampled:
-    """One answer of the policy; arrays have the length of the answer, its end-of-sequence token included if sampled."""
+    """One answer of the policy; arrays but `routed` have the length of the answer, its end-of-sequence token included if
+    sampled."""
 
     ids: np.ndarray  # [T] int32
     logprobs: np.ndarray  # [T] float32, after temperature
     versions: np.ndarray  # [T] int32
     finish_reason: FinishReason
+    routed: np.ndarray | None = None  # [P + T, L, K] uint8 or int16: experts of prompt and answer, where the server records
 
 
 class Sampler(Protocol):
@@ -100,6 +103,7 @@ class _Branch:
     """Why it begins."""
     turns: list[tuple[int, int]] = field(default_factory=list)
     """Its answers: which of the rollout's, and sampled tokens."""
+    routed: np.ndarray | None = None  # [T, L, K] up to the end of its last answer; None: not recorded
 
     def ids(self) -> np.ndarray:
         ids: np.ndarray = np.concatenate([ids for ids, _ in self.runs])
@@ -117,7 +121,7 @@ class _Branch:
                 logprobs[at : at + len(run)] = sampled.logprobs
                 versions[at : at + len(run)] = sampled.versions
             at += len(run)
-        return Trajectory(ids, mask, logprobs, versions)
+        return Trajectory(ids, mask, logprobs, versions, self.routed)
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,7 @@ class _ChatRecord(DialogueRecord):
             )
         self.asked += 1
         sampled = await self.sampler.sample(prompt, turn, max_tokens)
-        _check_sampled(sampled)
+        _check_sampled(sampled, len(prompt))
         self.answers += 1
         self.generated_ns = time.time_ns()
         return sampled
@@ -387,7 +391,9 @@ class TokenDialogue:
         if not branch.runs:
             record.opening_text = record.opening_text or question.text
             record.branches.append(branch)
-        branch.runs += [(question.added, None), (sampled.ids, sampled)]
+        length = len(question.ids()) + len(sampled.ids)
+        branch.routed = routing.continued(branch.routed, sampled.routed, length)
+        branch.runs += [(question.added, None), (sampled.ids, replace(sampled, routed=None))]
         branch.turns.append((record.answers - 1, len(sampled.ids)))  # nothing else has run since it was counted
         # The sampled end token is part of the exact ids: the template has to write the same one for the branch to go on.
         self._end_text = record.template.end_texts[ids[-1]] if ended else ""
@@ -489,7 +495,7 @@ def _explain_difference(was: str, now: str) -> str:
     )
 
 
-def _check_sampled(sampled: Sampled) -> None:
+def _check_sampled(sampled: Sampled, prompt_tokens: int) -> None:
     """Raise unless every sampled token has an id, a log-prob and a version."""
     lengths = (len(sampled.ids), len(sampled.logprobs), len(sampled.versions))
     if sampled.finish_reason == "abort":
@@ -498,6 +504,9 @@ def _check_sampled(sampled: Sampled) -> None:
         raise BrokenCompletion("a completion has {} ids, {} log-probs and {} versions".format(*lengths))
     if lengths[0] == 0:
         raise BrokenCompletion("a completion has no tokens")
+    tokens = prompt_tokens + lengths[0]
+    if sampled.routed is not None and len(sampled.routed) != tokens:
+        raise BrokenCompletion(f"a completion has the routing of {len(sampled.routed)} tokens, and prompt and answer {tokens}")
     # NaN fails every comparison: a missing log-prob is found here and never becomes 0.
     if not bool(np.all(np.isfinite(sampled.logprobs) & (sampled.logprobs <= _ABOVE_ZERO))):
         at = int(np.argmin(np.isfinite(sampled.logprobs) & (sampled.logprobs <= _ABOVE_ZERO)))

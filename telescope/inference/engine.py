@@ -13,7 +13,7 @@ from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifes
 
 @dataclass(frozen=True)
 class Generated:
-    """The answer to one request; all arrays have the length of the completion."""
+    """The answer to one request; all arrays but `routed` have the length of the completion."""
 
     ids: np.ndarray  # [T] int32
     logprobs: np.ndarray  # [T] float32, after temperature, of the sampled tokens
@@ -22,11 +22,12 @@ class Generated:
     cached_tokens: int
     queued_s: float
     generated_s: float
+    routed: np.ndarray | None = None  # [P + T, L, K] uint8 or int16, of P prompt tokens too (maths/routing.py)
 
     @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def arrays(self) -> tuple[np.ndarray, ...]:
         """In the order in which a Completion carries them."""
-        return self.ids, self.logprobs, self.versions
+        return (self.ids, self.logprobs, self.versions, *(() if self.routed is None else (self.routed,)))
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,7 @@ def build_engine(
     plan = ServerPlan(
         *(config.model, folder, settings, device, lanes(config), config.seed, run, name, transport, config.plugin_path),
         version=config.first_version,
+        router_replay=config.trainer.router_replay and not fixed,
     )
     if config.model.lora is not None:
         from telescope.inference.vllm.lora_engine import LoraEngine

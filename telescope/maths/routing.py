@@ -44,6 +44,24 @@ def joined(pieces: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.nd
     return whole
 
 
+def continued(known: np.ndarray | None, later: np.ndarray | None, length: int) -> np.ndarray | None:
+    """A dialogue's record [length, L, K] after one more answer: of its tokens before, `known` [T, L, K] with T <= length;
+    `later` is that of the whole row, as the answer's server has it.
+
+    A token's first record stays: under it the next one was sampled, and the server may have computed it again under other
+    weights since. What had none, as the last token of the answer before, gets the later one. Raises ValueError where the two
+    are of different models."""
+    start = 0 if known is None else len(known)
+    whole = joined([known, None], [start, length - start])
+    if whole is None or later is None:
+        return later if whole is None else whole
+    if (whole.shape, whole.dtype) != (later.shape, later.dtype):
+        raise ValueError(
+            f"a dialogue's record of {whole.shape} {whole.dtype} can't go on with one of {later.shape} {later.dtype}"
+        )
+    return np.where(whole[..., :1] == unrecorded(whole.dtype), later, whole)
+
+
 def find_wrong(routed: np.ndarray, *, layers: int, experts: int, top_k: int) -> str:
     """What of an array does not go with a model; empty where all does."""
     if routed.ndim != 3 or routed.shape[1:] != (layers, top_k):

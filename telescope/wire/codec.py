@@ -53,8 +53,8 @@ LAYOUTS: dict[type[Message], tuple[tuple[str, str], ...]] = {
 }
 """Arrays of each message, in order; all have one axis of one common length. A message not named here carries none."""
 ROUTED = ("|u1", "<i2")
-"""Dtypes of recorded routing, which a trajectory's messages may carry behind their other arrays: three axes, the first of the
-common length (maths/routing.py)."""
+"""Dtypes of recorded routing, which a trajectory's messages and a Completion may carry behind their other arrays: three axes
+(maths/routing.py). The first is of the common length; a Completion's is longer by its prompt."""
 DTYPES = {kind: tuple(dtype for _, dtype in layout) for kind, layout in LAYOUTS.items()}
 
 
@@ -180,13 +180,14 @@ def _check_layout(body: Body, specs: Sequence[ArraySpec]) -> None:
     dtypes = DTYPES.get(kind, ())
     if not dtypes and not specs:
         return
-    routed = specs[len(dtypes) :] if LAYOUTS.get(kind) is TRAJECTORY else ()
+    routed = specs[len(dtypes) :] if LAYOUTS.get(kind) is TRAJECTORY or kind is Completion else ()
     if len(routed) == 1:
         specs = specs[:-1]
         if routed[0].dtype not in ROUTED or len(routed[0].shape) != 3 or 0 in routed[0].shape[1:]:
             raise MalformedMessage("layout", f"{kind.__name__}: routing of three axes and 1 or 2 bytes, got {routed[0]}"[:200])
-        if specs and routed[0].shape[0] != specs[0].shape[0]:
-            raise MalformedMessage("layout", f"{kind.__name__}: routing of {routed[0].shape[0]} tokens beside {specs[0].shape}")
+        tokens = routed[0].shape[0]
+        if specs and specs[0].shape and (tokens < specs[0].shape[0] if kind is Completion else tokens != specs[0].shape[0]):
+            raise MalformedMessage("layout", f"{kind.__name__}: routing of {tokens} tokens beside {specs[0].shape}")
     if tuple([spec.dtype for spec in specs]) != dtypes:
         expected = ", ".join(f"{name} {dtype}" for name, dtype in LAYOUTS.get(kind, ())) or "no arrays"
         raise MalformedMessage("layout", f"{kind.__name__} carries {expected}; got {[spec.dtype[:16] for spec in specs]}")

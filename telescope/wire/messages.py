@@ -205,7 +205,8 @@ class Abort(Message):
 
 
 class Completion(Message):
-    """Frames: ids [T] int32, logprobs [T] float32 (processed), versions [T] int32."""
+    """Frames: ids [T] int32, logprobs [T] float32 (processed), versions [T] int32; and where the server keeps it routing
+    [P + T, L, K] uint8 or int16, of the P prompt tokens too."""
 
     request_id: str
     finish_reason: FinishReason

@@ -67,9 +67,11 @@ def read_completion(body: Completion | GenerateFailed, arrays: Sequence[np.ndarr
     """What a server has answered. Raises `GenerationFailed`."""
     if isinstance(body, GenerateFailed):
         raise GenerationFailed(f"generation failed: {body.cause}")
-    if len(arrays) != 3:
-        raise GenerationFailed(f"a completion came with {len(arrays)} arrays, not ids, log-probs, versions")
-    return Sampled(arrays[0], arrays[1], arrays[2], body.finish_reason)
+    if len(arrays) not in (3, 4):
+        raise GenerationFailed(
+            f"a completion came with {len(arrays)} arrays, not ids, log-probs, versions, and at most routing"
+        )
+    return Sampled(arrays[0], arrays[1], arrays[2], body.finish_reason, *arrays[3:])
 
 
 class WorkerLink(Protocol):

@@ -14,7 +14,7 @@ from telescope.backends.base import TrainShard
 from telescope.backends.common.models import UnfitModel
 from telescope.backends.common.routing import ExpertLoad, RowRouting, load_metrics
 from telescope.backends.fsdp.routers import Routers
-from telescope.maths.routing import dtype_of, find_wrong, joined, unrecorded
+from telescope.maths.routing import continued, dtype_of, find_wrong, joined, unrecorded
 from tests.backends.models import random_experts, random_model
 from tests.backends.shards import make_job, make_shard, part, with_routing
 from tests.backends.watching import distance
@@ -214,6 +214,12 @@ def test_pieces_without_a_record_are_marked_when_they_are_joined():
     assert joined([None, None], [3, 4]) is None
     with pytest.raises(ValueError, match="of different models"):
         joined([piece, piece.astype(np.int16)], [2, 2])
+
+
+def test_a_dialogues_record_of_another_model_does_not_go_on():
+    known, later = np.zeros((2, 1, 2), np.uint8), np.ones((4, 2, 2), np.uint8)
+    with pytest.raises(ValueError, match=r"record of \(4, 1, 2\) uint8 can't go on with one of \(4, 2, 2\) uint8"):
+        continued(known, later, 4)
 
 
 def test_a_token_cannot_go_to_an_expert_twice():

@@ -202,9 +202,9 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
         ),
         ({"weight_sync": {"pin_memory": False}}, "weight_sync.pin_memory=false is about the memory of weight_sync.cpu_staging"),
         (
-            {"trainer": {"router_replay": True}},
-            "trainer.router_replay=true trains tokens through the experts that their server recorded, and no server of this "
-            "Telescope records them yet: set it to false",
+            {"trainer": {"router_replay": True}, "inference": {"engine": "fake"}},
+            "trainer.router_replay=true trains tokens through the experts that their server recorded, and "
+            "inference.engine=fake has none: set it to false, or use inference=vllm",
         ),
         (
             {"weight_sync": {"mode": "per_tensor", "bucket_mb": 64}},

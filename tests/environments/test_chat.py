@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -298,6 +299,7 @@ class Broken:
         ({"ids": np.array([-1, 1], np.int32)}, BrokenCompletion, "negative token id or weight version"),
         ({k: np.array([], np.int32) for k in ("ids", "logprobs", "versions")}, BrokenCompletion, "no tokens"),
         ({"finish_reason": "abort"}, GenerationAborted, "stopped the answer after 2 tokens"),
+        ({"routed": np.zeros((2, 1, 1), np.uint8)}, BrokenCompletion, "routing of 2 tokens, and prompt and answer 5"),
     ],
 )
 async def test_a_completion_that_cannot_be_trained_on_is_an_error(
@@ -308,6 +310,42 @@ async def test_a_completion_that_cannot_be_trained_on_is_an_error(
         await chat.say(user("a"))
     with pytest.raises(ChatError, match="a turn of the dialogue failed"):
         chat.recording()
+
+
+class Recorder:
+    """A policy whose server records routing: token t of what it reads at turn n goes to expert 10 n + t. `silent`: turns of
+    which it records none."""
+
+    def __init__(self, policy: Script, silent: tuple[int, ...] = ()) -> None:
+        self._policy, self._silent = policy, silent
+
+    async def sample(self, ids: np.ndarray, turn: int, max_tokens: int | None) -> Sampled:
+        sampled = await self._policy.sample(ids, turn, max_tokens)
+        if turn in self._silent:
+            return sampled
+        read = 10 * turn + np.arange(len(ids) + len(sampled.ids) - 1)
+        return replace(sampled, routed=np.r_[read, 255].astype(np.uint8)[:, None, None])
+
+
+@pytest.mark.parametrize(
+    ("silent", "expected"),
+    [
+        ((), [0, 1, 2, 3, 4, 5, 16, 17, 18, 19, 20, 255]),
+        ((0,), [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 255]),
+        ((1,), [0, 1, 2, 3, 4, 5, 255, 255, 255, 255, 255, 255]),
+        ((0, 1), None),
+    ],
+)
+async def test_a_tokens_first_record_stays_over_the_turns(
+    tiny: ChatTemplate, silent: tuple[int, ...], expected: list[int] | None
+) -> None:
+    """The last token of an answer is read with the next turn's prompt."""
+    #                                    <user> a  b  <asst> b  a <eos> <user> c <asst>  c <eos>
+    chat = TokenChat(tiny, Recorder(Script(([72, 71, 1], "stop"), ([73, 1], "stop")), silent), 100)
+    await chat.say(user("ab"))
+    await chat.say(user("c"))
+    (only,) = chat.recording().branches
+    assert (None if only.routed is None else only.routed[:, 0, 0].tolist()) == expected
 
 
 async def test_a_prompt_that_leaves_no_room_is_refused_before_it_is_sent(tiny: ChatTemplate) -> None:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from telescope.inference.vllm import kept_logprobs
-from telescope.inference.vllm.kept_logprobs import CannotKeep, KeptLogprobs, keep
+from telescope.inference.vllm import kept_copies
+from telescope.inference.vllm.kept_copies import CannotKeep
+from telescope.inference.vllm.kept_logprobs import KeptLogprobs, keep
 from telescope.inference.vllm.logprob_path import DROP, KEEP, TAKE, LogprobPath
 
 CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ def test_a_preempted_request_is_put_together_from_its_rows_and_the_later_one_is_
 
 
 def test_of_ended_requests_that_nobody_asks_for_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kept_logprobs, "ENDED_BYTES", 3 * 4 * 4)
+    monkeypatch.setattr(kept_copies, "ENDED_BYTES", 3 * 4 * 4)
     kept = table()
     kept.begin("preempted", 1, 0, 3)
     write(kept, 1, 0, [-5])
@@ -326,7 +327,7 @@ async def test_who_comes_while_a_question_is_under_way_is_asked_for_by_the_next_
     others = {i: each for i, each in enumerate(found) if isinstance(each, np.ndarray) and same(each, told(1 + i).tolist())}
     assert list(others) == [0, 1, 2, 4, 5, 6, 7, 8]
     assert len(workers.calls) - before <= 2
-    assert not path._found
+    assert not path._taking._found
 
 
 async def test_a_dead_engine_is_everybodys_error():
@@ -336,4 +337,4 @@ async def test_a_dead_engine_is_everybodys_error():
     asked = [path.of(completion(1, with_numbers=False), f"r{i}", 4) for i in range(3)]
     found = await asyncio.gather(*asked, return_exceptions=True)
     assert [str(each) for each in found] == ["the engine is gone"] * 3
-    assert not path._found
+    assert not path._taking._found

@@ -37,6 +37,14 @@ def arguments(device: Device = "cpu", lanes: int = 256, dtype: str = "float32", 
     return engine_arguments(ServerPlan(model, Path("/m"), InferenceSettings(**settings), device, lanes, 0, "run"))
 
 
+def test_routing_is_listened_to_only_where_a_run_asks_for_it():
+    plan = ServerPlan(ModelSettings(), Path("/m"), InferenceSettings(), "cpu", 8, 0, "run")
+    assert [engine_arguments(replace(plan, router_replay=on))["worker_extension_cls"] for on in (False, True)] == [
+        "telescope.inference.vllm.worker_extension.WeightExtension",
+        "telescope.inference.vllm.routing_extension.RoutingExtension",
+    ]
+
+
 def test_on_a_cpu_the_master_precision_is_served_and_on_a_gpu_bfloat16():
     assert arguments()["dtype"] == "float32"
     assert arguments("gpu")["dtype"] == "bfloat16"

@@ -187,9 +187,19 @@ def test_routing_that_does_not_go_with_its_tokens_is_malformed(routed: np.ndarra
         encode(sample.body, 1, 0, RawArrays.of((*sample.arrays, routed)))
 
 
-def test_a_message_that_has_no_trajectory_brings_no_routing() -> None:
-    sample = BY_NAME["Completion"]
-    with pytest.raises(MalformedMessage, match="Completion carries ids <i4"):
+def test_a_completion_may_bring_routing_of_its_prompt_too() -> None:
+    sample, routed = BY_NAME["Completion"], np.arange(9 * 3 * 2, dtype=np.uint8).reshape(9, 3, 2)
+    packet = decode(encode(sample.body, 1, 1, RawArrays.of((*sample.arrays, routed))))
+    *others, found = packet.raw.views()
+    np.testing.assert_array_equal(found, routed)
+    assert {len(array) for array in others} == {len(sample.arrays[0])}
+    with pytest.raises(MalformedMessage, match="Completion: routing of 1 tokens beside"):
+        encode(sample.body, 1, 1, RawArrays.of((*sample.arrays, routed[:1])))
+
+
+def test_a_message_of_a_prompt_alone_brings_no_routing() -> None:
+    sample = BY_NAME["Generate"]
+    with pytest.raises(MalformedMessage, match="Generate carries ids <i4"):
         encode(sample.body, 1, 1, RawArrays.of((*sample.arrays, np.zeros((5, 3, 2), np.uint8))))
 
 

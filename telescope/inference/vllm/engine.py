@@ -41,6 +41,7 @@ from telescope.inference.vllm.options import (
 )
 from telescope.inference.vllm.outputs import first_line, generated, said, start_failure, step_teller
 from telescope.inference.vllm.patches import COMMIT, SLEEP, WAKE, teach_core
+from telescope.inference.vllm.routing_path import RoutingPath
 from telescope.inference.vllm.token_versions import TokenVersions, VersionSpans
 from telescope.inference.vllm.worker_protocol import Comparison, StageState, StagingNotices, UpdateSetup, UpdateSupport
 from telescope.records import Sampling, WeightGroup, WeightManifest
@@ -98,6 +99,7 @@ class VllmEngine:
         self._versions: TokenVersions
         self.logprobs = LogprobPath(self._rpc)
         """By which way the log-probs of answers come."""
+        self.routing = RoutingPath(self._rpc) if plan.router_replay else None
         self.opened: tuple[UpdateSupport, ...] = ()
         """How each worker takes updates, once started."""
         self._stepped: Callable[[], None] = lambda: None
@@ -138,6 +140,8 @@ class VllmEngine:
             self._llm.engine_core, self._spans_of, salted=self._sync.reset_prefix_cache, version=self._plan.version
         )
         await self._open()
+        if self.routing is not None:
+            await self.routing.open()
         await self._warm_up()
 
     def _memory(self) -> dict[str, float]:
@@ -209,11 +213,15 @@ class VllmEngine:
         started = time.monotonic()
         try:
             output = await self._finished(request, request_id, prompt_ids, sampling, priority)
-            logprobs = await self.logprobs.of(output.outputs[0], request.internal, len(prompt_ids))
+            completion = output.outputs[0]
+            logprobs = await self.logprobs.of(completion, request.internal, len(prompt_ids))
+            routed = None
+            if self.routing is not None and completion.finish_reason != "abort":  # nobody trains on what was broken off
+                routed = await self.routing.of(request.internal, len(prompt_ids) + len(completion.token_ids))
             await self._versions.settled()
         finally:
             del self._requests[request_id]
-        return generated(output, logprobs, request.spans, self._state.version, time.monotonic() - started)
+        return generated(output, logprobs, routed, request.spans, self._state.version, time.monotonic() - started)
 
     def _adapter_of(self, request_id: str) -> Any:
         """vLLM's LoRARequest for a request; lora_engine.py has some."""
@@ -486,6 +494,8 @@ class VllmEngine:
                 await self._try_all("kept")
             except RequestRefused as error:
                 await self.logprobs.give_up(str(error))
+        if self.routing is not None:
+            self.routing.check_trial()
         await self._llm.reset_prefix_cache()
 
     async def _try_all(self, name: str) -> None:

@@ -13,32 +13,16 @@ engine compares both at its start. A place that was never written is NaN, which 
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from telescope.inference.vllm.kept_copies import CannotKeep, EndedRequests, HostCopy, copy_to_host, send
 from telescope.weights.device_streams import new_stream
-
-ENDED_BYTES = 256 * 2**20
-"""Most that rows of ended requests may hold; the oldest go first. Nobody asks for a request that was called off."""
-
-
-@dataclass
-class _KeptPart:
-    """Log-probs of the tokens from position `first` on, once `ready`."""
-
-    first: int
-    values: torch.Tensor
-    ready: Any
-
-    def read(self) -> np.ndarray:
-        if self.ready is not None:
-            self.ready.synchronize()
-        return self.values.numpy()
 
 
 @dataclass
@@ -49,7 +33,7 @@ class _Live:
     row: int
     first: int
     last: int
-    before: list[_KeptPart]
+    before: list[HostCopy]
 
 
 class KeptLogprobs:
@@ -63,8 +47,7 @@ class KeptLogprobs:
         self.values = torch.full((rows, positions + 1), torch.nan, dtype=torch.float32, device=device)
         self.nowhere = positions
         self._live: dict[str, _Live] = {}
-        self._ended: OrderedDict[str, list[_KeptPart]] = OrderedDict()
-        self._held = 0
+        self._ended = EndedRequests()
         self._taken: set[str] = set()
         """Those of whom all was taken while they still had a row."""
         self._aside = new_stream(device)
@@ -74,7 +57,7 @@ class KeptLogprobs:
     def begin(self, name: str, row: int, first: int, last: int) -> None:
         """Give a row to a request: from now on positions `first` to `last` of it may be written."""
         self.values[row].fill_(torch.nan)
-        self._live[name] = _Live(row, first, min(last + 1, self.nowhere), self._forget(name))
+        self._live[name] = _Live(row, first, min(last + 1, self.nowhere), self._ended.forget(name))
 
     def row_of(self, name: str) -> int | None:
         live = self._live.get(name)
@@ -93,7 +76,7 @@ class KeptLogprobs:
         if name in self._taken:
             self._taken.discard(name)
             return live.row
-        self._keep(name, [*live.before, self._copied(live, None)])
+        self._ended.keep(name, [*live.before, self._copied(live, None)])
         return live.row
 
     def grow(self) -> range:
@@ -108,7 +91,7 @@ class KeptLogprobs:
         """[count] float32: log-probs of the tokens from position `first` on, NaN where none was kept. Once: what was taken is
         forgotten. Their steps have ended, since somebody has the tokens."""
         taken = np.full(count, np.nan, dtype=np.float32)
-        pieces = self._forget(name)
+        pieces = self._ended.forget(name)
         if (live := self._live.get(name)) is not None:
             self._taken.add(name)
             pieces = [*live.before, self._copied(live, self._aside)]
@@ -119,37 +102,10 @@ class KeptLogprobs:
             taken[place : place + len(found)] = found
         return taken
 
-    def _copied(self, live: _Live, stream: Any) -> _KeptPart:
+    def _copied(self, live: _Live, stream: Any) -> HostCopy:
         """`stream`: another one than the model's; the copy does not wait for the step that is under way."""
-        row = self.values[live.row, live.first : live.last]
-        if self._aside is None:
-            return _KeptPart(live.first, row.clone(), None)
-        with torch.cuda.stream(stream):
-            host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-            host.copy_(row, non_blocking=True)
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-            ready.record()
-        return _KeptPart(live.first, host, ready)
-
-    def _keep(self, name: str, pieces: list[_KeptPart]) -> None:
-        self._ended[name] = pieces
-        self._held += _nbytes(pieces)
-        while self._held > ENDED_BYTES and len(self._ended) > 1:
-            _, dropped = self._ended.popitem(last=False)
-            self._held -= _nbytes(dropped)
-
-    def _forget(self, name: str) -> list[_KeptPart]:
-        pieces = self._ended.pop(name, [])
-        self._held -= _nbytes(pieces)
-        return pieces
-
-
-def _nbytes(pieces: list[_KeptPart]) -> int:
-    return sum(piece.values.nbytes for piece in pieces)
-
-
-class CannotKeep(Exception):
-    """This vLLM, or what it was asked for, has no place to take log-probs from; the sentence says why."""
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            return copy_to_host(self.values[live.row, live.first : live.last], live.first)
 
 
 def keep(runner: Any, rows: int, positions: int, device: torch.device) -> KeptLogprobs:
@@ -269,7 +225,7 @@ def _fill_by_name(runner: Any, kept: KeptLogprobs) -> None:
             dropped = torch.from_numpy(runner.discard_request_mask.np[: len(names)])
             positions = positions.masked_fill(dropped, kept.nowhere)
             chosen = logprobs.gather(-1, sampled.long().view(-1, 1))[:, 0]
-            kept.write(_on(rows, logits.device), _on(positions, logits.device), chosen)
+            kept.write(send(rows, logits.device), send(positions, logits.device), chosen)
         return sampled, logprobs
 
     def undo() -> None:
@@ -277,9 +233,3 @@ def _fill_by_name(runner: Any, kept: KeptLogprobs) -> None:
 
     runner._update_states, sampler.sample = update_states, sample_and_keep
     kept.undo = undo
-
-
-def _on(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return host
-    return host.clone().pin_memory().to(device, non_blocking=True)

@@ -7,16 +7,14 @@ server's end of the first way; what the worker does is kept_logprobs.py's. No to
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 
+from telescope.inference.vllm.batched_take import BatchedTake, Call
+
 KEEP, TAKE, DROP = "telescope_keep_logprobs", "telescope_take_logprobs", "telescope_drop_logprobs"
-Call = Callable[..., Awaitable[list[Any]]]
-"""Of a method of all workers, by name; the driver's answer is the first."""
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +24,7 @@ class LogprobPath:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._wanted: dict[str, tuple[int, int]] = {}
-        self._found: dict[str, np.ndarray | None] = {}
-        """Of those who wait, by vLLM's name."""
-        self._asking: asyncio.Task[None] | None = None
+        self._taking = BatchedTake(call, TAKE)
         self.compared = self.apart = 0
         """Answers that came both ways, and those of them whose numbers were not the same to the bit."""
         self.asked = True
@@ -73,31 +68,4 @@ class LogprobPath:
         return numbers
 
     async def _take(self, internal: str, first: int, count: int) -> np.ndarray:
-        """All who come while a question is under way are asked for by the next: each costs the engine part of a step."""
-        self._wanted[internal] = first, count
-        self._found[internal] = None
-        try:
-            while (found := self._found[internal]) is None:
-                if self._asking is None:
-                    self._asking = asyncio.create_task(self._ask())
-                    self._asking.add_done_callback(_heard)
-                await asyncio.shield(self._asking)
-        finally:
-            del self._found[internal]
-            self._wanted.pop(internal, None)
-        return found
-
-    async def _ask(self) -> None:
-        try:
-            wanted, self._wanted = self._wanted, {}
-            (answer, *_) = await self._call(TAKE, [[name, *which] for name, which in wanted.items()])
-            ends = np.cumsum([count for _, count in wanted.values()])
-            numbers = np.split(np.frombuffer(answer, dtype=np.float32), ends[:-1])
-            self._found |= {name: found for name, found in zip(wanted, numbers, strict=True) if name in self._found}
-        finally:
-            self._asking = None
-
-
-def _heard(task: asyncio.Task[None]) -> None:
-    """Its error is told to those who wait; where nobody does any more, asyncio would log it as lost."""
-    task.cancelled() or task.exception()
+        return np.frombuffer(await self._taking.take(internal, (first, count), 4 * count), dtype=np.float32)

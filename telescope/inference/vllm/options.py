@@ -26,6 +26,7 @@ CPU_MAX_BATCHED_TOKENS = 8192
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Batch sizes of captured decode steps; a batch is padded to the next. Few, because each takes time at the start."""
 EXTENSION = "telescope.inference.vllm.worker_extension.WeightExtension"
+ROUTING_EXTENSION = "telescope.inference.vllm.routing_extension.RoutingExtension"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class ServerPlan:
     """Where a transport of the user's own lies."""
     version: int = 0
     """Of the weights in `folder`."""
+    router_replay: bool = False
+    """Whether answers bring the experts that their tokens went to."""
 
 
 def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]:
@@ -87,7 +90,7 @@ def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
         "enable_prefix_caching": settings.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # sampling as the request says, not as the model's folder suggests
-        "worker_extension_cls": EXTENSION,
+        "worker_extension_cls": ROUTING_EXTENSION if plan.router_replay else EXTENSION,
         "disable_log_stats": False,  # the queue and generation times of each answer come from them
     } | _graphs(plan)
     if settings.quantization is not None:

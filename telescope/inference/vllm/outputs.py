@@ -18,9 +18,11 @@ from telescope.inference.vllm.token_versions import VersionSpans
 from telescope.records import FinishReason
 
 
-def generated(output: Any, logprobs: np.ndarray, spans: VersionSpans, version: int, total_s: float) -> Generated:
-    """The answer to a request, of a finished output and its tokens' log-probs. `version`: served now. Raises
-    `RequestRefused`."""
+def generated(
+    output: Any, logprobs: np.ndarray, routed: np.ndarray | None, spans: VersionSpans, version: int, total_s: float
+) -> Generated:
+    """The answer to a request, of a finished output, its tokens' log-probs, and the routing of prompt and answer where it is
+    kept. `version`: served now. Raises `RequestRefused`."""
     completion = output.outputs[0]
     ids = np.asarray(completion.token_ids, dtype=np.int32)
     versions = spans.of(len(ids))
@@ -41,6 +43,7 @@ def generated(output: Any, logprobs: np.ndarray, spans: VersionSpans, version: i
         cached_tokens=output.num_cached_tokens or 0,
         queued_s=queued_s,
         generated_s=max(0.0, total_s - queued_s),
+        routed=routed,
     )
 
 

@@ -19,7 +19,8 @@ import torch
 
 from telescope.inference.vllm.copy_plan import BoundPlan, CopyPlan, Flat, NoPlan, copy_all, differences, record
 from telescope.inference.vllm.experts import check_arranged, layers_with_experts, record_arranged
-from telescope.inference.vllm.kept_logprobs import CannotKeep, KeptLogprobs, keep
+from telescope.inference.vllm.kept_copies import CannotKeep
+from telescope.inference.vllm.kept_logprobs import KeptLogprobs, keep
 from telescope.inference.vllm.model_tensors import (
     checkpoint_tensors,
     disagreements,
