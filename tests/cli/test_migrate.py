@@ -322,6 +322,12 @@ trainer:
         {"model": "qwen3-4b", "rollout.group_size": 4},
         ["- algorithm.adv_estimator: of its values there is a counterpart for grpo, rloo, reinforce_plus_plus alone"],
     ),
+    "verl: greedy evals": (
+        "actor_rollout_ref:\n  model: {path: Qwen/Qwen3-4B}\n  rollout: {n: 4, val_kwargs: {do_sample: false, n: 1}}\n"
+        "trainer: {test_freq: 10}\n",
+        {"model": "qwen3-4b", "rollout.group_size": 4, "eval.every": 10, "eval.temperature": 0, "eval.num_samples": 1},
+        [],
+    ),
 }
 
 
