@@ -387,6 +387,12 @@ def test_few_equal_groups_may_be_chance(discarded: int, complete: int, told: boo
     assert (find(advice, "too hard") is not None) is told
 
 
+def test_more_equal_groups_than_scored_ones_are_all_of_them():
+    """Where rows are cut or damaged."""
+    advice = advise(figures(groups=GroupFigures(begun=9, complete=8, discarded=9, discarded_reward=0.0)))
+    assert find(advice, "too hard") is not None
+
+
 def test_a_course_that_is_all_noise_is_too_short_to_tell_and_no_reason_to_change_a_setting():
     made = make_curve("reward/policy", [0.1, 0.6, 0.2, 0.7, 0.3] * 5)
     assert made is not None

@@ -114,8 +114,9 @@ def _flat_reward(figures: RunFigures) -> NumberCurve | None:
 
 
 def _is_surely_above(part: int, whole: int, share: float) -> bool:
-    """By more than so few would differ by chance (Wilson's interval)."""
-    return whole > 0 and share_interval(part / whole, 0.0, whole, 1)[0] > share
+    """By more than so few would differ by chance (Wilson's interval). Of rows that are cut or damaged the part may be the larger
+    one: then it is all."""
+    return whole > 0 and share_interval(min(part, whole) / whole, 0.0, whole, 1)[0] > share
 
 
 # ---- rules
