@@ -245,8 +245,8 @@ def read_last_words(log: Path, name: str) -> str:
     plain = (_COLOURS.sub("", line) for line in text.splitlines())
     cleaned = (" ".join("".join(c if c.isprintable() else " " for c in line).split()) for line in plain)
     lines = [line for line in cleaned if line]
-    said = describe_server_start(lines) if name.startswith("server-") else _LOG_PREFIX.sub("", lines[-1]) if lines else ""
-    return shorten(said, SAID_CHARACTERS)
+    said = describe_server_start(lines) if name.startswith("server-") else lines[-1] if lines else ""
+    return shorten(_LOG_PREFIX.sub("", said), SAID_CHARACTERS)
 
 
 def shorten(text: str, most: int) -> str:

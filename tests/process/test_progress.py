@@ -150,6 +150,14 @@ def test_a_process_is_quoted_without_what_stands_before_its_words(tmp_path: Path
     [
         ("", ""),
         ("(EngineCore pid=7) WARNING 12-01 12:24:39 [cpu_worker.py:114] libtcmalloc is not found", "starting its engine"),
+        ("Fetching 8 files:   0%|          | 0/8 [00:00<?, ?it/s]\rFetching 8 files:  25%|##5   | 2/8 [00:04<00:12, 2.1s/it]",
+         "downloading the model, 25 %"),
+        ("INFO 12-01 [__init__.py:7] has begun\nmodel.safetensors:  31%|###1      | 309M/988M [00:03<00:06, 101MB/s]\nslow",
+         "downloading the model, 31 %"),
+        ("Fetching 8 files: 100%|##########| 8/8 [00:16<00:00]\nINFO 12-01 [utils.py:253] non-default args: {}\nWarning: old",
+         "starting its engine"),
+        ("Loading weights: 50%\nWarning: model.safetensors is large", "loading weights, 50 %"),
+        ("2026-12-01 12:24:43,1 INFO telescope.inference.server: looks for the model", "looks for the model"),
         ("Loading safetensors checkpoint shards:  38% Completed | 3/8 [00:05<00:08, 1.7s/it]", "loading weights, 3 of 8 files"),
         ("(EngineCore pid=7) INFO 12-01 [default_loader.py:502] Loading weights took 12.7 seconds", "preparing the model, its "
          "weights are loaded"),
