@@ -27,7 +27,7 @@ be the same again."""
 ALERT_EVERY_S = 10.0
 """Of many alerts one, at most this often."""
 SAID_CHARACTERS = 100
-"""Of a log's last line."""
+"""Of what a process that is not ready says: a server's phase, another's last line."""
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: ")
 """Of our own lines: when, how grave and by whom."""
