@@ -171,6 +171,14 @@ def test_where_all_answers_are_wrong_the_page_says_so(run: RunDirectory, capsys)
     assert "Right (" not in page
 
 
+def test_the_best_version_is_the_one_in_the_middle_of_the_best_place_and_weights_alone_are_saved_too(run: RunDirectory):
+    figures = read_figures(run, "done", 0)
+    assert (figures.checkpoints, figures.saved, figures.best_version) == ((10,), (10, 12), 9)  # of versions 7 to 11
+    made = make_curve("reward/policy", [0.1, 0.2, 0.7, 0.8, 0.9, 0.8, 0.3, 0.2])
+    assert made is not None
+    assert (made.best, made.best_at) == (pytest.approx(0.8), 4)  # of the values 2 to 5
+
+
 def test_the_page_says_who_waits_for_whom(run: RunDirectory, capsys):
     page = shown(run, capsys, "--width", "120")
     assert "trainer    70% working, 20% waiting for a batch, 10% else" in page

@@ -408,10 +408,34 @@ def test_a_course_that_is_all_noise_is_too_short_to_tell_and_no_reason_to_change
     [
         (
             "fell",
-            {"checkpoints": (20, 40), "state": "done"},
-            "Or go on from step 40 with it: telescope runs resume /runs/mine trainer.learning_rate=3.3e-06 "
-            "algorithm.kl_ref_coef=0.001",
+            {"checkpoints": (10, 20, 40), "state": "done", "best_version": 22},
+            "Or go on from step 20, before it fell, with it: telescope runs resume /runs/mine trainer.learning_rate=3.3e-06 "
+            "algorithm.kl_ref_coef=0.001 checkpoint.resume=20",
         ),
+        (
+            "fell",
+            {"checkpoints": (20, 40), "best_version": 3},
+            "This needs a new run: what is saved (step 20, 40) has the fault already.",
+        ),
+        (
+            "no entropy",
+            {"checkpoints": (10, 20, 40), "state": "done", "best_version": 22},
+            "Or go on with it from an earlier step than 40 (STEP is one of 10, 20): telescope runs resume /runs/mine "
+            "trainer.learning_rate=3.3e-06 algorithm.kl_ref_coef=0.001 checkpoint.resume=STEP",
+        ),
+        (
+            "no entropy",
+            {"checkpoints": (40,)},
+            "This needs a new run: what is saved (step 40) has the fault already.",
+        ),
+        (
+            "slow",
+            {"checkpoints": (20, 40), "state": "done"},
+            "Or go on from step 40 with it and more steps: telescope runs resume /runs/mine trainer.learning_rate=3e-05 "
+            "number_of_steps=80",
+        ),
+        ("slow", {"checkpoints": (20,), "saved": (20, 40), "state": "done"}, "=3e-05 number_of_steps=80"),  # 40: weights alone
+        ("too early", {"checkpoints": (40,), "state": "done"}, "runs resume /runs/mine number_of_steps=80"),
         ("cut off", {"checkpoints": (20,), "state": "running"}, "Once it has ended, it can go on from step 20 with it: "),
         ("cut off", {}, "This needs a new run: nothing is saved that this one could go on from."),
         (

@@ -114,7 +114,7 @@ def _flat_reward(figures: RunFigures) -> NumberCurve | None:
 
 
 def _is_surely_above(part: int, whole: int, share: float) -> bool:
-    """By more than so few would differ by chance (Wilson's interval). Of rows that are cut or damaged the part may be the larger
+    """By more than so few would differ by chance (Wilson's interval). Where rows are cut or damaged the part may be the larger
     one: then it is all."""
     return whole > 0 and share_interval(min(part, whole) / whole, 0.0, whole, 1)[0] > share
 
@@ -258,6 +258,8 @@ def find_fallen_reward(figures: RunFigures) -> Advice | None:
         f"trainer.learning_rate={rate:g}",
         reason="The updates are too large, or the policy has drifted off: a third of the rate, and a penalty on the divergence "
         "from the base model.",
+        better=figures.best_version,
+        lost=True,
     )
 
 
@@ -274,6 +276,7 @@ def find_no_entropy(figures: RunFigures) -> Advice | None:
         f"(noise ±{_noise(reward):.2g})",
         reason="The samples of a prompt hardly differ, so nothing better is found. A lower rate and a penalty on the "
         "divergence from the base model keep answers apart.",
+        lost=True,
     )
 
 
@@ -530,24 +533,60 @@ def _hold_back(figures: RunFigures, rate: float) -> tuple[str, str]:
     return f"trainer.learning_rate={rate / 3:.2g}", f"algorithm.kl_ref_coef={penalty:g}"
 
 
-def _advise_change(figures: RunFigures, *changes: str, rule: str, found: str, reason: str) -> Advice:
-    """A run with other values, and whether this one can go on with them."""
-    command, resume = _start_over(figures, *changes), _explain_resume(figures, *changes)
+def _advise_change(
+    figures: RunFigures, *changes: str, rule: str, found: str, reason: str, better: int | None = None, lost: bool = False
+) -> Advice:
+    """A run with other values, and whether this one can go on with them. `lost`: its newest weights are what is to be mended;
+    `better`: the version of them that was not, where it is known."""
+    command = _start_over(figures, *changes)
+    resume = _explain_return(figures, changes, better) if lost else _explain_resume(figures, *changes)
     return Advice(rule=rule, found=found, reason=reason, command=command, resume=resume)
 
 
-def _explain_resume(figures: RunFigures, *changes: str) -> str:
-    """By the rule of `runs resume` itself (`config.resume`), for which the old values are none, the new ones the changes."""
+def _explain_resume(figures: RunFigures, *changes: str, what: str = "it") -> str:
+    """`what`: the changes in words. A run that has trained all its steps goes on with more of them alone."""
+    if refused := _find_refusal(figures, changes):
+        return refused
+    steps, newest = figures.settings.number_of_steps, max(*figures.checkpoints, *figures.saved, 0)
+    if steps and newest >= steps and "number_of_steps" not in map(_name_of, changes):
+        changes, what = (*changes, f"number_of_steps={2 * steps}"), f"{what} and more steps"
+    return f"{_when(figures)} from step {figures.checkpoints[-1]} with {what}: {_resume(figures, *changes)}"
+
+
+def _explain_return(figures: RunFigures, changes: Sequence[str], better: int | None) -> str:
+    """The newest checkpoint has what is to be mended: go on from an earlier one."""
+    if refused := _find_refusal(figures, changes):
+        return refused
+    newest = figures.checkpoints[-1]
+    earlier = [step for step in figures.checkpoints[:-1] if better is None or step <= better]
+    if better is not None and newest <= better:
+        return _explain_resume(figures, *changes)
+    if not earlier:
+        return f"This needs a new run: what is saved (step {', '.join(map(str, figures.checkpoints))}) has the fault already."
+    if better is None:
+        steps = ", ".join(map(str, earlier))
+        command = _resume(figures, *changes, "checkpoint.resume=STEP")
+        return f"{_when(figures)} with it from an earlier step than {newest} (STEP is one of {steps}): {command}"
+    command = _resume(figures, *changes, f"checkpoint.resume={earlier[-1]}")
+    return f"{_when(figures)} from step {earlier[-1]}, before it fell, with it: {command}"
+
+
+def _find_refusal(figures: RunFigures, changes: Sequence[str]) -> str:
+    """Why this run can't go on with the changes, by the rule of `runs resume` itself (`config.resume`), for which the old
+    values are none, the new ones the changes; empty where it can."""
     named = {_name_of(change): change.partition("=")[2] for change in changes}
     if obstacles := find_obstacles_to_resume(_nest(dict.fromkeys(named)), _nest(named)):
         kept = [name for name in named if any(one.startswith(f"{name}=") for one in obstacles)]
         return f"This needs a new run: `telescope runs resume` keeps {', '.join(kept)}."
-    if not figures.checkpoints:
-        return "This needs a new run: nothing is saved that this one could go on from."
-    when = "Once it has ended, it can go on" if figures.state in ("running", "waiting") else "Or go on"
-    words = [f"{name}={value}" for name, value in named.items()]
-    command = shlex.join(["telescope", "runs", "resume", figures.run_dir, *words])
-    return f"{when} from step {figures.checkpoints[-1]} with it: {command}"
+    return "" if figures.checkpoints else "This needs a new run: nothing is saved that this one could go on from."
+
+
+def _when(figures: RunFigures) -> str:
+    return "Once it has ended, it can go on" if figures.state in ("running", "waiting") else "Or go on"
+
+
+def _resume(figures: RunFigures, *changes: str) -> str:
+    return shlex.join(["telescope", "runs", "resume", figures.run_dir, *(change.lstrip("+~") for change in changes)])
 
 
 def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
