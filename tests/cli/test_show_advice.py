@@ -313,6 +313,10 @@ def test_a_line_to_type_has_the_run_s_own_arguments_with_the_new_value_in_place_
     )
     assert advice is not None
     assert shlex.split(advice.command) == ["telescope", "run", "a=1"]
+    still = figures(settings=settings(learning_rate=0.0), checkpoints=(20,))
+    told = find(advise(still), "learning rate of 0")
+    assert told is not None
+    assert "it can go on from step 20 with trainer.learning_rate=1e-6: telescope runs resume /runs/mine trainer" in told.resume
     slow = find(advise(figures(FLAT, curve("entropy", 1.0, 1.0), arguments=("trainer.learning_rate=1e-5", "a=1"))), "slow")
     assert slow is not None
     assert shlex.split(slow.command) == ["telescope", "run", "a=1", "trainer.learning_rate=3e-05"]

@@ -165,7 +165,7 @@ def find_fixed_weights(figures: RunFigures) -> Advice | None:
         command=_start_over(figures, without=("trainer.learning_rate",))
         if _has(figures, "trainer.learning_rate")
         else _start_over(figures, SMALL_RATE),
-        resume=_explain_resume(figures, SMALL_RATE),
+        resume=_explain_resume(figures, SMALL_RATE, what=SMALL_RATE),
     )
 
 
