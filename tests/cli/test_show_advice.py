@@ -92,7 +92,7 @@ def time(**changes: Any) -> TimeFigures:
 
 
 FLAT = curve("reward/policy", 0.3, 0.3)
-NAMED = settings(model="my-model")
+NAMED = settings(model="tiny", embedded=True)
 FAILING = EnvironmentFigures(
     label="sums", scored=90, failed=10, reward=0.4, truncated=0, causes=(("grader: KeyError: 'x'", 9),)
 )
@@ -107,7 +107,7 @@ CASES: dict[str, tuple[RunFigures, RunFigures, str, str]] = {
         figures(FLAT, environments=environment(failed=0, scored=64, best_reward=0.5), settings=NAMED),
         figures(FLAT, environments=environment(failed=0, scored=64, best_reward=0.6), settings=NAMED),
         "none of 64 answers has a reward above 0.5 (eval.pass_above); the best has 0.5",
-        "telescope env check my_sums --model my-model 'file=/data/a b.jsonl'",
+        "telescope env check my_sums --model tiny rollout.max_tokens=100 'file=/data/a b.jsonl'",
     ),
     "failures": (
         figures(environments=(FAILING,)),
@@ -382,6 +382,37 @@ def test_where_nothing_is_right_the_first_advice_is_to_see_what_the_model_answer
     assert [one.rule for one in advice][:3] == ["none right", "failures", "too hard"]
     rising = figures(environments=environment(failed=0, scored=800, best_reward=0.4), settings=NAMED)  # parts of a reward
     assert find(advise(rising), "none right") is None
+
+
+def test_of_several_environments_the_one_without_a_right_answer_is_named():
+    """The best answer of all is another's, and so is the rise of the reward."""
+    easy = EnvironmentFigures(label="sums", scored=400, failed=0, reward=0.5, best_reward=1.0, truncated=0)
+    bad = msgspec.structs.replace(easy, label="bad", scored=70, reward=0.1, best_reward=0.2)
+    hard = msgspec.structs.replace(easy, label="hard", scored=80, reward=0.0, best_reward=0.0)
+    curves = (curve("reward sums", 0.2, 0.8), curve("reward hard", 0.0, 0.0), curve("reward bad", 0.1, 0.1))
+    run = figures(*curves, settings=SEVERAL, environments=(easy, bad, hard))
+    advice = find(advise(run), "none right")
+    assert advice is not None
+    assert advice.found == "none of 80 answers at hard has a reward above 0.5 (eval.pass_above); the best has 0"
+    rising = figures(curve("reward hard", 0.0, 0.4), settings=SEVERAL, environments=(easy, hard))
+    assert find(advise(rising), "none right") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "command"),
+    [
+        ({"state": "done", "saved": (40,)}, "above; then ask it", "telescope chat /runs/mine"),
+        ({"state": "running", "saved": (40,)}, "above; this shows more", "telescope show /runs/mine --samples 20"),
+        ({"state": "done"}, "above; this shows more", "telescope show /runs/mine --samples 20"),
+    ],
+)
+def test_a_model_that_is_not_small_does_not_answer_on_this_machines_cpu(changes: dict[str, Any], where: str, command: str):
+    nothing = environment(failed=0, scored=64, best_reward=0.0)
+    run = figures(FLAT, environments=nothing, settings=settings(model="Qwen/Qwen2.5-7B"), **changes)
+    advice = find(advise(run), "none right")
+    assert advice is not None
+    assert advice.command == command
+    assert where in advice.reason
 
 
 @pytest.mark.parametrize(("discarded", "complete", "told"), [(6, 8, False), (12, 16, True), (24, 32, True), (60, 90, True)])

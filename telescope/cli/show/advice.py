@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from telescope.cli.show.curves import EDGE, NumberCurve
-from telescope.cli.show.figures import RunFigures
+from telescope.cli.show.figures import EnvironmentFigures, RunFigures
 from telescope.config.resume import find_obstacles_to_resume
 from telescope.maths.evals import share_interval
 
@@ -28,6 +28,8 @@ FEWEST_SCORED = 64
 """Answers before that none is right says something: as many as eight groups have."""
 MANY_TRUNCATED_PCT = 20.0
 FEW_PARSED = 0.5
+MORE_SAMPLES = 20
+"""Wrong answers, to find out what is wrong with them."""
 DETERMINISTIC_NATS = 0.05
 """Entropy a token below which samples of one prompt hardly differ."""
 HARDLY_MOVED = 0.05
@@ -125,19 +127,41 @@ def _is_surely_above(part: int, whole: int, share: float) -> bool:
 def find_none_right(figures: RunFigures) -> Advice | None:
     """What earns nothing whatever it says has nothing to learn from; whether task, reward or model is to blame shows in a few
     answers."""
-    scored = sum(one.scored for one in figures.environments)
-    best = max((one.best_reward for one in figures.environments if one.best_reward is not None), default=None)
-    reward, above = figures.find("reward/policy"), figures.settings.pass_above
-    if scored < FEWEST_SCORED or best is None or best > above or (reward is not None and is_higher(reward)):
+    above = figures.settings.pass_above
+    best = {one: one.best_reward for one in figures.environments if one.best_reward is not None}
+    none_right = [one for one in best if one.scored >= FEWEST_SCORED and best[one] <= above and not _rises(figures, one)]
+    if not none_right:
         return None
-    label = _find_only_environment(figures) or next(one.label for one in figures.environments if one.scored)
+    worst = min(none_right, key=lambda one: best[one])
+    whose = "" if len(figures.environments) == 1 else f" at {worst.label}"
+    where, command = _look_at_answers(figures, worst)
     return Advice(
         rule="none right",
-        found=f"none of {scored:,} answers has a reward above {above:g} (eval.pass_above); the best has {best:.3g}",
-        reason="See what the model answers, and what the reward says of it: the prompt may not say the form, the reward may "
-        "miss right answers, or the task is too hard for this model.",
-        command=_check_environment(figures, label, "--model", figures.settings.model or "MODEL"),
+        found=f"none of {worst.scored:,} answers{whose} has a reward above {above:g} (eval.pass_above); the best has "
+        f"{best[worst]:.3g}",
+        reason=f"See what the model answers, and what the reward says of it{where}: the prompt may not say the form, the "
+        "reward may miss right answers, or the task is too hard for this model.",
+        command=command,
     )
+
+
+def _rises(figures: RunFigures, environment: EnvironmentFigures) -> bool:
+    """The reward of that environment."""
+    reward = figures.find("reward/policy" if len(figures.environments) == 1 else f"reward {environment.label}")
+    return reward is not None and is_higher(reward)
+
+
+def _look_at_answers(figures: RunFigures, environment: EnvironmentFigures) -> tuple[str, str]:
+    """(where, the line to type): a small model answers on this machine's CPU, a larger one where it can be served, once the run
+    leaves it the room; else there are the answers that the run has."""
+    settings = figures.settings
+    if settings.embedded:
+        limit = settings.environment_max_tokens.get(environment.label) or settings.max_tokens
+        words = () if limit is None else (f"rollout.max_tokens={limit}",)
+        return "", _check_environment(figures, environment.label, "--model", settings.model, *words)
+    if figures.saved and figures.state not in ("running", "waiting") and not settings.fake:
+        return ", above; then ask it", shlex.join(["telescope", "chat", figures.run_dir])
+    return ", above; this shows more", shlex.join(["telescope", "show", figures.run_dir, "--samples", str(MORE_SAMPLES)])
 
 
 def find_failures(figures: RunFigures) -> Advice | None:

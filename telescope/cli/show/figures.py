@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from telescope.cli.show.curves import NumberCurve, bound, make_curve
+from telescope.config.models import embedded_models
 from telescope.config.redacted_output import hide_variables
 from telescope.config.secrets import find_references
 from telescope.flow.group_lifecycle import OFF_POLICY
@@ -51,6 +52,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str = ""
     """`model.name`"""
+    embedded: bool = False
+    """It ships with Telescope, and is small enough for any machine's CPU."""
     number_of_steps: int | None = None
     learning_rate: float | None = None
     group_size: int | None = None
@@ -301,6 +304,7 @@ def read_run_settings(run: RunDirectory, damaged: list[DamagedFile]) -> RunSetti
     model = section("model").get("name")
     return RunSettings(
         model=model if isinstance(model, str) else "",
+        embedded=model in embedded_models(),
         number_of_steps=_whole(held, "number_of_steps"),
         learning_rate=_number(trainer, "learning_rate"),
         group_size=_whole(rollout, "group_size"),
