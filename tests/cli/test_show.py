@@ -13,7 +13,7 @@ import pytest
 from telescope.cli.main import main
 from telescope.cli.show.advice import Advice, advise
 from telescope.cli.show.curves import make_curve
-from telescope.cli.show.figures import EvalFigures, RepeatedAlert, RunFigures, measure_overlap, read_figures
+from telescope.cli.show.figures import EvalFigures, RepeatedAlert, RunFigures, RunSettings, measure_overlap, read_figures
 from telescope.cli.show.page import PageStyle, describe
 from telescope.runlog import checkpoints
 from telescope.runlog.holder import hold
@@ -326,6 +326,29 @@ def test_an_alert_is_wrapped_and_whole_and_an_eval_of_equal_prompts_has_its_inte
     assert f"alert: core: {sentence}" in " ".join(" ".join(lines).split())
     assert max(map(len, lines)) <= 80
     assert "    once, at step 3, 95 % interval of the last 0.000 to 0.658 over 2 prompts" in lines
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ([0.1, 0.2, 0.1, 0.2], "too few to judge ("),
+        ([0.1, 0.6, 0.2, 0.7, 0.3] * 4, "too much noise to judge ("),
+        ([0.3, 0.31, 0.29, 0.3, 0.3] * 4, "no change that is more than noise ("),
+        ([0.6, 0.61, 0.2, 0.21], "lower ("),  # four versions are enough for the rule `fell`, and so for this
+        ([0.3] * 5 + [0.6] * 5 + [0.3] * 5, "it has fallen from 0.601 ("),
+        ([0.1] * 5 + [0.6] * 5 + [0.3] * 5, "higher, and it has fallen from 0.601 ("),
+    ],
+)
+def test_the_first_lines_and_the_rules_agree_on_the_reward(rewards: list[float], told: str):
+    spread = [reward + 0.001 * (place % 2) for place, reward in enumerate(rewards)]
+    reward = make_curve("reward/policy", spread)
+    assert reward is not None
+    settings = RunSettings(learning_rate=1e-5, number_of_steps=20)
+    figures = RunFigures(run_dir="r", step=20, curves=(reward,), settings=settings, state="done")
+    rules = [one.rule for one in advise(figures)]
+    assert f"of the weights: {told}" in " ".join(" ".join(describe(figures, [], PageStyle(100))).split())
+    assert ("too early" in rules) == ("to judge" in told)
+    assert ("fell" in rules) == ("lower" in told or "fallen" in told)
 
 
 def test_below_advice_stands_whether_the_run_can_go_on_with_it_with_the_command_whole():
