@@ -18,10 +18,10 @@ def describe_reward(row: Mapping[str, Any]) -> str:
         return "–"
     if _is_number(error) and error:
         return f"{reward:.3f} ± {error:.3f}"
-    return f"{reward:.3f}" + (f" (95 %: {interval})" if (interval := describe_interval(row)) else "")
+    return f"{reward:.3f}" + (f" (95 %: {interval})" if (interval := _describe_interval(row)) else "")
 
 
-def describe_interval(row: Mapping[str, Any]) -> str:
+def _describe_interval(row: Mapping[str, Any]) -> str:
     """`0.000 to 0.658`; empty where it is not known."""
     low, high = row.get("reward_low"), row.get("reward_high")
     return f"{low:.3f} to {high:.3f}" if _is_number(low) and _is_number(high) else ""

@@ -141,7 +141,7 @@ def test_every_part_of_the_page_is_read_from_the_rows(run: RunDirectory, capsys:
     assert lines["failed %"][-1] == "10"
     assert lines["entropy"][-4:] == ["0.85", "0.5", "0.4", "0.95"]
     assert lines["held"][-2:] == ["0", "0.5"]
-    assert "2 times, steps 0 to 10, standard error of the last 0.02" in page
+    assert "2 times, steps 0 to 10; the last: 0.500 ± 0.020\n" in page
     said = " ".join(page.split())
     assert "10 begun, 8 scored; 2 discarded for equal rewards (20% of the begun, 25% of the scored)" in said
     assert "of the scored), with a mean reward of 0; 2 of them" in said
@@ -321,11 +321,18 @@ def test_an_alert_is_wrapped_and_whole_and_an_eval_of_equal_prompts_has_its_inte
     alert = RepeatedAlert(source="core", level="warning", count=1, message=sentence)
     curve = make_curve("own", [0.0])
     assert curve is not None
-    own = EvalFigures(name="own", reward=curve, steps=(3,), error=0.0, interval="0.000 to 0.658", prompts=2)
+    own = EvalFigures(name="own", reward=curve, steps=(3,), error=0.0, words="0.000 (95 %: 0.000 to 0.658)", prompts=2)
     lines = describe(RunFigures(run_dir="r", alerts=(alert,), evals=(own,)), [], PageStyle(80))
     assert f"alert: core: {sentence}" in " ".join(" ".join(lines).split())
     assert max(map(len, lines)) <= 80
-    assert "    once, at step 3, 95 % interval of the last 0.000 to 0.658 over 2 prompts" in lines
+    assert "    once, at step 3; the last: 0.000 (95 %: 0.000 to 0.658) over 2 prompts" in lines
+
+
+@pytest.mark.parametrize("error", [None, 0.0])
+def test_an_eval_has_its_interval_where_its_standard_error_says_nothing(run: RunDirectory, capsys, error: float | None):
+    row = {"eval": "held", "step": 9, "state": "complete", "reward": 1.0, "reward_error": error, "prompts": 1}
+    write(run, "evals", [{**row, "reward_low": 0.2065, "reward_high": 1.0}])
+    assert "    once, at step 9; the last: 1.000 (95 %: 0.206 to 1.000) over 1 prompt\n" in shown(run, capsys)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from telescope.config.secrets import find_references
 from telescope.flow.group_lifecycle import OFF_POLICY
 from telescope.flow.groups import GroupState
 from telescope.runlog import checkpoints
-from telescope.runlog.eval_words import describe_interval
+from telescope.runlog.eval_words import describe_reward
 from telescope.runlog.files import DamagedFile, read_bytes, read_json
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import RunLook, look, read_or_note
@@ -136,8 +136,8 @@ class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[int, ...]
     error: float | None
     """Standard error of the last reward."""
-    interval: str = ""
-    """At 95 %, of the last; where it is known."""
+    words: str
+    """The last reward with how sure it is, as at the end of a run (`eval_words`)."""
     prompts: int | None = None
     """Of the last."""
 
@@ -582,9 +582,7 @@ def read_evals(run: RunDirectory, damaged: list[DamagedFile]) -> Iterator[EvalFi
         if curve is not None:
             last = by_step[steps[-1]]
             error, prompts = _number(last, "reward_error"), _whole(last, "prompts")
-            yield EvalFigures(
-                name=name, reward=curve, steps=steps, error=error, prompts=prompts, interval=describe_interval(last)
-            )
+            yield EvalFigures(name=name, reward=curve, steps=steps, error=error, prompts=prompts, words=describe_reward(last))
 
 
 def read_alerts(newest: _NewestRows) -> tuple[RepeatedAlert, ...]:

@@ -148,13 +148,10 @@ def _describe_evals(figures: RunFigures, style: PageStyle) -> Iterator[str]:
     for found in figures.evals[:MOST_LINES]:
         yield _describe_curve(found.reward, style)
         prompts = "" if found.prompts is None else f" over {found.prompts} prompt{'s' * (found.prompts != 1)}"
-        error = "" if found.error is None else f", standard error of the last {_short(found.error)}{prompts}"
-        if found.error == 0:  # all prompts are alike, which says nothing of how sure the reward is
-            error = f", 95 % interval of the last {found.interval or 'unknown'}{prompts}"
         times = f"once, at step {found.steps[0]}" if len(found.steps) == 1 else (
             f"{len(found.steps)} times, steps {found.steps[0]} to {found.steps[-1]}"
         )  # fmt: skip
-        yield f"    {times}{error}"
+        yield f"    {times}; the last: {found.words}{prompts}"
     if len(figures.evals) > MOST_LINES:
         yield f"  {len(figures.evals) - MOST_LINES} more"
 
