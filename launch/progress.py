@@ -27,7 +27,7 @@ be the same again."""
 ALERT_EVERY_S = 10.0
 """Of many alerts one, at most this often."""
 SAID_CHARACTERS = 100
-"""Of a log's last line."""
+"""Of what a process that is not ready says: a server's phase, another's last line."""
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: ")
 """Of our own lines: when, how grave and by whom."""
@@ -92,7 +92,8 @@ class StartDisplay:
         self._shown_at = self._began if announced else float("-inf")
 
     def show(self, line: str, read_detail: Callable[[], str] = lambda: "") -> None:
-        """`read_detail`: of what is on its way, read only where it is shown."""
+        """`read_detail`: of what is on its way. Not read within `START_EVERY_S` of the last line; from then on at each look: a
+        line with a new detail is shown at once, and the same line again after `SAME_EVERY_S`."""
         now = time.monotonic()
         if not self._console.tty and now - self._shown_at < START_EVERY_S:
             return
@@ -177,7 +178,7 @@ class ProgressDisplay:
         """`name`: the process whose last words are shown."""
 
         def read_detail() -> str:
-            said = read_last_words(self._run.log(name), name) if self._quoting and name else ""
+            said = describe_newest(self._run.log(name), name) if self._quoting and name else ""
             return f"{name}: {said}" if said else ""
 
         self._start.show(line, read_detail)
@@ -235,7 +236,7 @@ def format_status(status: Mapping[str, Any], width: int | None = None) -> str:
     return whole if width is None or len(whole) <= width else line
 
 
-def read_last_words(log: Path, name: str) -> str:
+def describe_newest(log: Path, name: str) -> str:
     """What the process of that name says newest in its log, as far as a terminal can show it; empty where it says nothing. Of a
     server, which may not be ready yet: how far its start is."""
     try:
@@ -245,12 +246,12 @@ def read_last_words(log: Path, name: str) -> str:
     plain = (_COLOURS.sub("", line) for line in text.splitlines())
     cleaned = (" ".join("".join(c if c.isprintable() else " " for c in line).split()) for line in plain)
     lines = [line for line in cleaned if line]
-    said = describe_server_start(lines) if name.startswith("server-") else _LOG_PREFIX.sub("", lines[-1]) if lines else ""
-    return shorten(said, SAID_CHARACTERS)
+    said = describe_server_start(lines) if name.startswith("server-") else lines[-1] if lines else ""
+    return shorten(_LOG_PREFIX.sub("", said), SAID_CHARACTERS)
 
 
 def shorten(text: str, most: int) -> str:
-    """At most so many characters, cut between two words."""
+    """At most so many characters, cut between two words; the first word itself where it alone is longer."""
     if len(text) <= most:
         return text
     kept = text[: max(0, most - 1)].rpartition(" ")[0] or text[: max(0, most - 2)]

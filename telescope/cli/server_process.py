@@ -26,7 +26,7 @@ from telescope._launch.causes import describe_end, read_own_sentence, read_tail,
 from telescope._launch.child_processes import ChildProcesses, LocalProcess
 from telescope._launch.process_plan import PlanError, ProcessPlan, make_plan
 from telescope._launch.process_plan import read_plan as read_launch_plan
-from telescope._launch.progress import Console, StartDisplay, read_last_words
+from telescope._launch.progress import Console, StartDisplay, describe_newest
 from telescope._launch.this_host import inspect_this_host
 from telescope._launch.unblocked_output import unblock_output
 from telescope.cli.served_model import ServedModel, is_going_on
@@ -152,12 +152,12 @@ class ServerProcess:
                     self._refuse_ended()
                     if time.monotonic() >= until:
                         raise ServerProcessEnded(f"the server of {self._model.label} did not start within {self._start_s:g} s")
-                    display.show("starting the server", self._read_last_words)
+                    display.show("starting the server", self._describe_newest)
             finally:
                 display.end()
 
-    def _read_last_words(self) -> str:
-        return read_last_words(self._run.log(self._plan.name), self._plan.name)
+    def _describe_newest(self) -> str:
+        return describe_newest(self._run.log(self._plan.name), self._plan.name)
 
     def wait_until_ended(self) -> int:
         """The number of the signal that ends the wait. Raises `ServerProcessEnded` where the server ends first."""

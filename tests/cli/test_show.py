@@ -13,7 +13,7 @@ import pytest
 from telescope.cli.main import main
 from telescope.cli.show.advice import Advice, advise
 from telescope.cli.show.curves import make_curve
-from telescope.cli.show.figures import EvalFigures, RepeatedAlert, RunFigures, measure_overlap, read_figures
+from telescope.cli.show.figures import EvalFigures, RepeatedAlert, RunFigures, RunSettings, measure_overlap, read_figures
 from telescope.cli.show.page import PageStyle, describe
 from telescope.runlog import checkpoints
 from telescope.runlog.holder import hold
@@ -141,7 +141,7 @@ def test_every_part_of_the_page_is_read_from_the_rows(run: RunDirectory, capsys:
     assert lines["failed %"][-1] == "10"
     assert lines["entropy"][-4:] == ["0.85", "0.5", "0.4", "0.95"]
     assert lines["held"][-2:] == ["0", "0.5"]
-    assert "2 times, steps 0 to 10, standard error of the last 0.02" in page
+    assert "2 times, steps 0 to 10; the last: 0.500 ± 0.020\n" in page
     said = " ".join(page.split())
     assert "10 begun, 8 scored; 2 discarded for equal rewards (20% of the begun, 25% of the scored)" in said
     assert "of the scored), with a mean reward of 0; 2 of them" in said
@@ -169,6 +169,14 @@ def test_where_all_answers_are_wrong_the_page_says_so(run: RunDirectory, capsys)
     page = shown(run, capsys)
     assert "None of the newest 16 answers has a reward above 0.5 (eval.pass_above)." in page
     assert "Right (" not in page
+
+
+def test_the_best_version_is_the_one_in_the_middle_of_the_best_place_and_weights_alone_are_saved_too(run: RunDirectory):
+    figures = read_figures(run, "done", 0)
+    assert (figures.checkpoints, figures.saved, figures.best_version) == ((10,), (10, 12), 9)  # of versions 7 to 11
+    made = make_curve("reward/policy", [0.1, 0.2, 0.7, 0.8, 0.9, 0.8, 0.3, 0.2])
+    assert made is not None
+    assert (made.best, made.best_at) == (pytest.approx(0.8), 4)  # of the values 2 to 5
 
 
 def test_the_page_says_who_waits_for_whom(run: RunDirectory, capsys):
@@ -313,11 +321,41 @@ def test_an_alert_is_wrapped_and_whole_and_an_eval_of_equal_prompts_has_its_inte
     alert = RepeatedAlert(source="core", level="warning", count=1, message=sentence)
     curve = make_curve("own", [0.0])
     assert curve is not None
-    own = EvalFigures(name="own", reward=curve, steps=(3,), error=0.0, interval="0.000 to 0.658", prompts=2)
+    own = EvalFigures(name="own", reward=curve, steps=(3,), error=0.0, words="0.000 (95 %: 0.000 to 0.658)", prompts=2)
     lines = describe(RunFigures(run_dir="r", alerts=(alert,), evals=(own,)), [], PageStyle(80))
     assert f"alert: core: {sentence}" in " ".join(" ".join(lines).split())
     assert max(map(len, lines)) <= 80
-    assert "    once, at step 3, 95 % interval of the last 0.000 to 0.658 over 2 prompts" in lines
+    assert "    once, at step 3; the last: 0.000 (95 %: 0.000 to 0.658) over 2 prompts" in lines
+
+
+@pytest.mark.parametrize("error", [None, 0.0])
+def test_an_eval_has_its_interval_where_its_standard_error_says_nothing(run: RunDirectory, capsys, error: float | None):
+    row = {"eval": "held", "step": 9, "state": "complete", "reward": 1.0, "reward_error": error, "prompts": 1}
+    write(run, "evals", [{**row, "reward_low": 0.2065, "reward_high": 1.0}])
+    assert "    once, at step 9; the last: 1.000 (95 %: 0.206 to 1.000) over 1 prompt\n" in shown(run, capsys)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ([0.1, 0.2, 0.1, 0.2], "too few to judge ("),
+        ([0.1, 0.6, 0.2, 0.7, 0.3] * 4, "too much noise to judge ("),
+        ([0.3, 0.31, 0.29, 0.3, 0.3] * 4, "no change that is more than noise ("),
+        ([0.6, 0.61, 0.2, 0.21], "lower ("),  # four versions are enough for the rule `fell`, and so for this
+        ([0.3] * 5 + [0.6] * 5 + [0.3] * 5, "it has fallen from 0.601 ("),
+        ([0.1] * 5 + [0.6] * 5 + [0.3] * 5, "higher, and it has fallen from 0.601 ("),
+    ],
+)
+def test_the_first_lines_and_the_rules_agree_on_the_reward(rewards: list[float], told: str):
+    spread = [reward + 0.001 * (place % 2) for place, reward in enumerate(rewards)]
+    reward = make_curve("reward/policy", spread)
+    assert reward is not None
+    settings = RunSettings(learning_rate=1e-5, number_of_steps=20)
+    figures = RunFigures(run_dir="r", step=20, curves=(reward,), settings=settings, state="done")
+    rules = [one.rule for one in advise(figures)]
+    assert f"of the weights: {told}" in " ".join(" ".join(describe(figures, [], PageStyle(100))).split())
+    assert ("too early" in rules) == ("to judge" in told)
+    assert ("fell" in rules) == ("lower" in told or "fallen" in told)
 
 
 def test_below_advice_stands_whether_the_run_can_go_on_with_it_with_the_command_whole():

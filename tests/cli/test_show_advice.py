@@ -92,7 +92,7 @@ def time(**changes: Any) -> TimeFigures:
 
 
 FLAT = curve("reward/policy", 0.3, 0.3)
-NAMED = settings(model="my-model")
+NAMED = settings(model="tiny", embedded=True)
 FAILING = EnvironmentFigures(
     label="sums", scored=90, failed=10, reward=0.4, truncated=0, causes=(("grader: KeyError: 'x'", 9),)
 )
@@ -107,7 +107,7 @@ CASES: dict[str, tuple[RunFigures, RunFigures, str, str]] = {
         figures(FLAT, environments=environment(failed=0, scored=64, best_reward=0.5), settings=NAMED),
         figures(FLAT, environments=environment(failed=0, scored=64, best_reward=0.6), settings=NAMED),
         "none of 64 answers has a reward above 0.5 (eval.pass_above); the best has 0.5",
-        "telescope env check my_sums --model my-model 'file=/data/a b.jsonl'",
+        "telescope env check my_sums --model tiny rollout.max_tokens=100 'file=/data/a b.jsonl'",
     ),
     "failures": (
         figures(environments=(FAILING,)),
@@ -313,6 +313,10 @@ def test_a_line_to_type_has_the_run_s_own_arguments_with_the_new_value_in_place_
     )
     assert advice is not None
     assert shlex.split(advice.command) == ["telescope", "run", "a=1"]
+    still = figures(settings=settings(learning_rate=0.0), checkpoints=(20,))
+    told = find(advise(still), "learning rate of 0")
+    assert told is not None
+    assert "it can go on from step 20 with trainer.learning_rate=1e-6: telescope runs resume /runs/mine trainer" in told.resume
     slow = find(advise(figures(FLAT, curve("entropy", 1.0, 1.0), arguments=("trainer.learning_rate=1e-5", "a=1"))), "slow")
     assert slow is not None
     assert shlex.split(slow.command) == ["telescope", "run", "a=1", "trainer.learning_rate=3e-05"]
@@ -380,11 +384,48 @@ def test_where_nothing_is_right_the_first_advice_is_to_see_what_the_model_answer
     assert find(advise(rising), "none right") is None
 
 
+def test_of_several_environments_the_one_without_a_right_answer_is_named():
+    """The best answer of all is another's, and so is the rise of the reward."""
+    easy = EnvironmentFigures(label="sums", scored=400, failed=0, reward=0.5, best_reward=1.0, truncated=0)
+    bad = msgspec.structs.replace(easy, label="bad", scored=70, reward=0.1, best_reward=0.2)
+    hard = msgspec.structs.replace(easy, label="hard", scored=80, reward=0.0, best_reward=0.0)
+    curves = (curve("reward sums", 0.2, 0.8), curve("reward hard", 0.0, 0.0), curve("reward bad", 0.1, 0.1))
+    run = figures(*curves, settings=SEVERAL, environments=(easy, bad, hard))
+    advice = find(advise(run), "none right")
+    assert advice is not None
+    assert advice.found == "none of 80 answers at hard has a reward above 0.5 (eval.pass_above); the best has 0"
+    rising = figures(curve("reward hard", 0.0, 0.4), settings=SEVERAL, environments=(easy, hard))
+    assert find(advise(rising), "none right") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "command"),
+    [
+        ({"state": "done", "saved": (40,)}, "above; then ask it", "telescope chat /runs/mine"),
+        ({"state": "running", "saved": (40,)}, "above; this shows more", "telescope show /runs/mine --samples 20"),
+        ({"state": "done"}, "above; this shows more", "telescope show /runs/mine --samples 20"),
+    ],
+)
+def test_a_model_that_is_not_small_does_not_answer_on_this_machines_cpu(changes: dict[str, Any], where: str, command: str):
+    nothing = environment(failed=0, scored=64, best_reward=0.0)
+    run = figures(FLAT, environments=nothing, settings=settings(model="Qwen/Qwen2.5-7B"), **changes)
+    advice = find(advise(run), "none right")
+    assert advice is not None
+    assert advice.command == command
+    assert where in advice.reason
+
+
 @pytest.mark.parametrize(("discarded", "complete", "told"), [(6, 8, False), (12, 16, True), (24, 32, True), (60, 90, True)])
 def test_few_equal_groups_may_be_chance(discarded: int, complete: int, told: bool):
     """The 95 % interval of 12 in 16 begins at 0.505, that of 6 in 8 at 0.409."""
     advice = advise(figures(groups=GroupFigures(begun=99, complete=complete, discarded=discarded, discarded_reward=0.0)))
     assert (find(advice, "too hard") is not None) is told
+
+
+def test_more_equal_groups_than_scored_ones_are_all_of_them():
+    """Where rows are cut or damaged."""
+    advice = advise(figures(groups=GroupFigures(begun=9, complete=8, discarded=9, discarded_reward=0.0)))
+    assert find(advice, "too hard") is not None
 
 
 def test_a_course_that_is_all_noise_is_too_short_to_tell_and_no_reason_to_change_a_setting():
@@ -402,10 +443,34 @@ def test_a_course_that_is_all_noise_is_too_short_to_tell_and_no_reason_to_change
     [
         (
             "fell",
-            {"checkpoints": (20, 40), "state": "done"},
-            "Or go on from step 40 with it: telescope runs resume /runs/mine trainer.learning_rate=3.3e-06 "
-            "algorithm.kl_ref_coef=0.001",
+            {"checkpoints": (10, 20, 40), "state": "done", "best_version": 22},
+            "Or go on from step 20, before it fell, with it: telescope runs resume /runs/mine trainer.learning_rate=3.3e-06 "
+            "algorithm.kl_ref_coef=0.001 checkpoint.resume=20",
         ),
+        (
+            "fell",
+            {"checkpoints": (20, 40), "best_version": 3},
+            "This needs a new run: what is saved (step 20, 40) has the fault already.",
+        ),
+        (
+            "no entropy",
+            {"checkpoints": (10, 20, 40), "state": "done", "best_version": 22},
+            "Or go on with it from an earlier step than 40 (STEP is one of 10, 20): telescope runs resume /runs/mine "
+            "trainer.learning_rate=3.3e-06 algorithm.kl_ref_coef=0.001 checkpoint.resume=STEP",
+        ),
+        (
+            "no entropy",
+            {"checkpoints": (40,)},
+            "This needs a new run: what is saved (step 40) has the fault already.",
+        ),
+        (
+            "slow",
+            {"checkpoints": (20, 40), "state": "done"},
+            "Or go on from step 40 with it and more steps: telescope runs resume /runs/mine trainer.learning_rate=3e-05 "
+            "number_of_steps=80",
+        ),
+        ("slow", {"checkpoints": (20,), "saved": (20, 40), "state": "done"}, "=3e-05 number_of_steps=80"),  # 40: weights alone
+        ("too early", {"checkpoints": (40,), "state": "done"}, "runs resume /runs/mine number_of_steps=80"),
         ("cut off", {"checkpoints": (20,), "state": "running"}, "Once it has ended, it can go on from step 20 with it: "),
         ("cut off", {}, "This needs a new run: nothing is saved that this one could go on from."),
         (

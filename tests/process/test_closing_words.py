@@ -102,7 +102,7 @@ def test_an_eval_that_was_played_once_has_no_change():
 @pytest.mark.parametrize("name", sorted(SUMMARY))
 def test_a_half_known_summary_is_told_as_far_as_it_goes(name: str):
     """Of another version, or edited."""
-    for value in (None, "text", 7, [1], {}, {"countdown": None}):
+    for value in (None, "text", 7, [1], {}, {"countdown": None}, {"own": {"reward": 0.5, "reward_error": "text"}}):
         assert isinstance(format_closing({**SUMMARY, name: value}), str)
     assert format_closing({}) == ""
 
@@ -121,6 +121,9 @@ def test_half_known_environments_are_told_as_far_as_they_go(name: str):
         ({"reward": 1.0, "reward_error": 0.0, "reward_low": 0.3424, "reward_high": 1.0}, "1.000 (95 %: 0.342 to 1.000)"),
         ({"reward": 0.3, "reward_error": 0.0, "reward_low": None, "reward_high": None}, "0.300"),
         ({"reward": None, "reward_error": None}, "–"),
+        ({"reward": True, "reward_error": 0.1}, "–"),
+        ({"reward": 0.5, "reward_error": [1]}, "0.500"),
+        ({"reward": 0.5, "reward_error": True, "reward_low": "text", "reward_high": True}, "0.500"),
     ],
 )
 def test_an_eval_whose_samples_are_all_alike_is_not_told_as_certain(row: dict[str, Any], told: str):

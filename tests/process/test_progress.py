@@ -14,10 +14,10 @@ from telescope._launch.progress import (
     Console,
     LogCopy,
     ProgressDisplay,
+    describe_newest,
     format_duration,
     format_status,
     format_summary,
-    read_last_words,
     shorten,
 )
 from telescope.orchestrator.peers import name_few
@@ -137,12 +137,13 @@ def test_a_line_is_cut_between_two_words() -> None:
     assert shorten("step 12 · 1234 tokens", 21) == "step 12 · 1234 tokens"
     assert shorten("step 12 · 1234 tokens", 20) == "step 12 · 1234 …"
     assert shorten("step 12 · 1234 tokens", 13) == "step 12 · …"
+    assert shorten("incomprehensible", 13) == "incomprehen …"
 
 
 def test_a_process_is_quoted_without_what_stands_before_its_words(tmp_path: Path) -> None:
     log = tmp_path / "worker-0.log"
     log.write_text(f"2026-12-01 12:24:50,009 INFO telescope.workers.main: {'loads the prompts ' * 7}\n")
-    assert read_last_words(log, "worker-0") == f"{'loads the prompts ' * 5}loads …"
+    assert describe_newest(log, "worker-0") == f"{'loads the prompts ' * 5}loads …"
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,14 @@ def test_a_process_is_quoted_without_what_stands_before_its_words(tmp_path: Path
     [
         ("", ""),
         ("(EngineCore pid=7) WARNING 12-01 12:24:39 [cpu_worker.py:114] libtcmalloc is not found", "starting its engine"),
+        ("Fetching 8 files:   0%|          | 0/8 [00:00<?, ?it/s]\rFetching 8 files:  25%|##5   | 2/8 [00:04<00:12, 2.1s/it]",
+         "downloading the model, 25 %"),
+        ("INFO 12-01 [__init__.py:7] has begun\nmodel.safetensors:  31%|###1      | 309M/988M [00:03<00:06, 101MB/s]\nslow",
+         "downloading the model, 31 %"),
+        ("Fetching 8 files: 100%|##########| 8/8 [00:16<00:00]\nINFO 12-01 [utils.py:253] non-default args: {}\nWarning: old",
+         "starting its engine"),
+        ("Loading weights: 50%\nWarning: model.safetensors is large", "loading weights, 50 %"),
+        ("2026-12-01 12:24:43,1 INFO telescope.inference.server: looks for the model", "looks for the model"),
         ("Loading safetensors checkpoint shards:  38% Completed | 3/8 [00:05<00:08, 1.7s/it]", "loading weights, 3 of 8 files"),
         ("(EngineCore pid=7) INFO 12-01 [default_loader.py:502] Loading weights took 12.7 seconds", "preparing the model, its "
          "weights are loaded"),
@@ -162,7 +171,7 @@ def test_a_process_is_quoted_without_what_stands_before_its_words(tmp_path: Path
 )  # fmt: skip
 def test_a_server_that_starts_is_told_in_words_and_not_in_its_engines(tmp_path: Path, lines: str, words: str) -> None:
     (tmp_path / "log").write_text(lines)
-    assert read_last_words(tmp_path / "log", "server-0") == words
+    assert describe_newest(tmp_path / "log", "server-0") == words
 
 
 def test_a_run_of_evals_has_no_steps() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from telescope.cli.show.curves import EDGE, NumberCurve
-from telescope.cli.show.figures import RunFigures
+from telescope.cli.show.figures import EnvironmentFigures, RunFigures
 from telescope.config.resume import find_obstacles_to_resume
 from telescope.maths.evals import share_interval
 
@@ -28,6 +28,8 @@ FEWEST_SCORED = 64
 """Answers before that none is right says something: as many as eight groups have."""
 MANY_TRUNCATED_PCT = 20.0
 FEW_PARSED = 0.5
+MORE_SAMPLES = 20
+"""Wrong answers, to find out what is wrong with them."""
 DETERMINISTIC_NATS = 0.05
 """Entropy a token below which samples of one prompt hardly differ."""
 HARDLY_MOVED = 0.05
@@ -114,8 +116,9 @@ def _flat_reward(figures: RunFigures) -> NumberCurve | None:
 
 
 def _is_surely_above(part: int, whole: int, share: float) -> bool:
-    """By more than so few would differ by chance (Wilson's interval)."""
-    return whole > 0 and share_interval(part / whole, 0.0, whole, 1)[0] > share
+    """By more than so few would differ by chance (Wilson's interval). Where rows are cut or damaged the part may be the larger
+    one: then it is all."""
+    return whole > 0 and share_interval(min(part, whole) / whole, 0.0, whole, 1)[0] > share
 
 
 # ---- rules
@@ -124,19 +127,41 @@ def _is_surely_above(part: int, whole: int, share: float) -> bool:
 def find_none_right(figures: RunFigures) -> Advice | None:
     """What earns nothing whatever it says has nothing to learn from; whether task, reward or model is to blame shows in a few
     answers."""
-    scored = sum(one.scored for one in figures.environments)
-    best = max((one.best_reward for one in figures.environments if one.best_reward is not None), default=None)
-    reward, above = figures.find("reward/policy"), figures.settings.pass_above
-    if scored < FEWEST_SCORED or best is None or best > above or (reward is not None and is_higher(reward)):
+    above = figures.settings.pass_above
+    best = {one: one.best_reward for one in figures.environments if one.best_reward is not None}
+    none_right = [one for one in best if one.scored >= FEWEST_SCORED and best[one] <= above and not _rises(figures, one)]
+    if not none_right:
         return None
-    label = _find_only_environment(figures) or next(one.label for one in figures.environments if one.scored)
+    worst = min(none_right, key=lambda one: best[one])
+    whose = "" if len(figures.environments) == 1 else f" at {worst.label}"
+    where, command = _look_at_answers(figures, worst)
     return Advice(
         rule="none right",
-        found=f"none of {scored:,} answers has a reward above {above:g} (eval.pass_above); the best has {best:.3g}",
-        reason="See what the model answers, and what the reward says of it: the prompt may not say the form, the reward may "
-        "miss right answers, or the task is too hard for this model.",
-        command=_check_environment(figures, label, "--model", figures.settings.model or "MODEL"),
+        found=f"none of {worst.scored:,} answers{whose} has a reward above {above:g} (eval.pass_above); the best has "
+        f"{best[worst]:.3g}",
+        reason=f"See what the model answers, and what the reward says of it{where}: the prompt may not say the form, the "
+        "reward may miss right answers, or the task is too hard for this model.",
+        command=command,
     )
+
+
+def _rises(figures: RunFigures, environment: EnvironmentFigures) -> bool:
+    """The reward of that environment."""
+    reward = figures.find("reward/policy" if len(figures.environments) == 1 else f"reward {environment.label}")
+    return reward is not None and is_higher(reward)
+
+
+def _look_at_answers(figures: RunFigures, environment: EnvironmentFigures) -> tuple[str, str]:
+    """(where, the line to type): a small model answers on this machine's CPU, a larger one where it can be served, once the run
+    leaves it the room; else there are the answers that the run has."""
+    settings = figures.settings
+    if settings.embedded:
+        limit = settings.environment_max_tokens.get(environment.label) or settings.max_tokens
+        words = () if limit is None else (f"rollout.max_tokens={limit}",)
+        return "", _check_environment(figures, environment.label, "--model", settings.model, *words)
+    if figures.saved and figures.state not in ("running", "waiting") and not settings.fake:
+        return ", above; then ask it", shlex.join(["telescope", "chat", figures.run_dir])
+    return ", above; this shows more", shlex.join(["telescope", "show", figures.run_dir, "--samples", str(MORE_SAMPLES)])
 
 
 def find_failures(figures: RunFigures) -> Advice | None:
@@ -164,7 +189,7 @@ def find_fixed_weights(figures: RunFigures) -> Advice | None:
         command=_start_over(figures, without=("trainer.learning_rate",))
         if _has(figures, "trainer.learning_rate")
         else _start_over(figures, SMALL_RATE),
-        resume=_explain_resume(figures, SMALL_RATE),
+        resume=_explain_resume(figures, SMALL_RATE, what=SMALL_RATE),
     )
 
 
@@ -257,6 +282,8 @@ def find_fallen_reward(figures: RunFigures) -> Advice | None:
         f"trainer.learning_rate={rate:g}",
         reason="The updates are too large, or the policy has drifted off: a third of the rate, and a penalty on the divergence "
         "from the base model.",
+        better=figures.best_version,
+        lost=True,
     )
 
 
@@ -273,6 +300,7 @@ def find_no_entropy(figures: RunFigures) -> Advice | None:
         f"(noise ±{_noise(reward):.2g})",
         reason="The samples of a prompt hardly differ, so nothing better is found. A lower rate and a penalty on the "
         "divergence from the base model keep answers apart.",
+        lost=True,
     )
 
 
@@ -529,24 +557,60 @@ def _hold_back(figures: RunFigures, rate: float) -> tuple[str, str]:
     return f"trainer.learning_rate={rate / 3:.2g}", f"algorithm.kl_ref_coef={penalty:g}"
 
 
-def _advise_change(figures: RunFigures, *changes: str, rule: str, found: str, reason: str) -> Advice:
-    """A run with other values, and whether this one can go on with them."""
-    command, resume = _start_over(figures, *changes), _explain_resume(figures, *changes)
+def _advise_change(
+    figures: RunFigures, *changes: str, rule: str, found: str, reason: str, better: int | None = None, lost: bool = False
+) -> Advice:
+    """A run with other values, and whether this one can go on with them. `lost`: its newest weights are what is to be mended;
+    `better`: the version of them that was not, where it is known."""
+    command = _start_over(figures, *changes)
+    resume = _explain_return(figures, changes, better) if lost else _explain_resume(figures, *changes)
     return Advice(rule=rule, found=found, reason=reason, command=command, resume=resume)
 
 
-def _explain_resume(figures: RunFigures, *changes: str) -> str:
-    """By the rule of `runs resume` itself (`config.resume`), for which the old values are none, the new ones the changes."""
+def _explain_resume(figures: RunFigures, *changes: str, what: str = "it") -> str:
+    """`what`: the changes in words. A run that has trained all its steps goes on with more of them alone."""
+    if refused := _find_refusal(figures, changes):
+        return refused
+    steps, newest = figures.settings.number_of_steps, max(*figures.checkpoints, *figures.saved, 0)
+    if steps and newest >= steps and "number_of_steps" not in map(_name_of, changes):
+        changes, what = (*changes, f"number_of_steps={2 * steps}"), f"{what} and more steps"
+    return f"{_when(figures)} from step {figures.checkpoints[-1]} with {what}: {_resume(figures, *changes)}"
+
+
+def _explain_return(figures: RunFigures, changes: Sequence[str], better: int | None) -> str:
+    """The newest checkpoint has what is to be mended: go on from an earlier one."""
+    if refused := _find_refusal(figures, changes):
+        return refused
+    newest = figures.checkpoints[-1]
+    earlier = [step for step in figures.checkpoints[:-1] if better is None or step <= better]
+    if better is not None and newest <= better:
+        return _explain_resume(figures, *changes)
+    if not earlier:
+        return f"This needs a new run: what is saved (step {', '.join(map(str, figures.checkpoints))}) has the fault already."
+    if better is None:
+        steps = ", ".join(map(str, earlier))
+        command = _resume(figures, *changes, "checkpoint.resume=STEP")
+        return f"{_when(figures)} with it from an earlier step than {newest} (STEP is one of {steps}): {command}"
+    command = _resume(figures, *changes, f"checkpoint.resume={earlier[-1]}")
+    return f"{_when(figures)} from step {earlier[-1]}, before it fell, with it: {command}"
+
+
+def _find_refusal(figures: RunFigures, changes: Sequence[str]) -> str:
+    """Why this run can't go on with the changes, by the rule of `runs resume` itself (`config.resume`), for which the old
+    values are none, the new ones the changes; empty where it can."""
     named = {_name_of(change): change.partition("=")[2] for change in changes}
     if obstacles := find_obstacles_to_resume(_nest(dict.fromkeys(named)), _nest(named)):
         kept = [name for name in named if any(one.startswith(f"{name}=") for one in obstacles)]
         return f"This needs a new run: `telescope runs resume` keeps {', '.join(kept)}."
-    if not figures.checkpoints:
-        return "This needs a new run: nothing is saved that this one could go on from."
-    when = "Once it has ended, it can go on" if figures.state in ("running", "waiting") else "Or go on"
-    words = [f"{name}={value}" for name, value in named.items()]
-    command = shlex.join(["telescope", "runs", "resume", figures.run_dir, *words])
-    return f"{when} from step {figures.checkpoints[-1]} with it: {command}"
+    return "" if figures.checkpoints else "This needs a new run: nothing is saved that this one could go on from."
+
+
+def _when(figures: RunFigures) -> str:
+    return "Once it has ended, it can go on" if figures.state in ("running", "waiting") else "Or go on"
+
+
+def _resume(figures: RunFigures, *changes: str) -> str:
+    return shlex.join(["telescope", "runs", "resume", figures.run_dir, *(change.lstrip("+~") for change in changes)])
 
 
 def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:

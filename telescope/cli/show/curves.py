@@ -44,8 +44,20 @@ class NumberCurve(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def best(self) -> float:
         """The highest mean of as many values in a row as an end has, roughly: of neighbouring buckets."""
+        return self._find_best()[0]
+
+    @property
+    def best_at(self) -> int:
+        """The number of the value in the middle of that place, from 0."""
+        _, place, width = self._find_best()
+        return min(self.count - 1, int((place + width / 2) * self.count / len(self.points)))
+
+    def _find_best(self) -> tuple[float, int, int]:
+        """The mean, the first of its buckets and how many there are."""
         width = max(1, round(len(self.points) * edge_of(self.count) / self.count))
-        return max(fmean(self.points[place : place + width]) for place in range(len(self.points) - width + 1))
+        means = [fmean(self.points[place : place + width]) for place in range(len(self.points) - width + 1)]
+        best = max(means)
+        return best, means.index(best), width
 
 
 def bound(value: float) -> float:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import isfinite
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -20,12 +21,13 @@ import msgspec
 import numpy as np
 
 from telescope.cli.show.curves import NumberCurve, bound, make_curve
+from telescope.config.models import embedded_models
 from telescope.config.redacted_output import hide_variables
 from telescope.config.secrets import find_references
 from telescope.flow.group_lifecycle import OFF_POLICY
 from telescope.flow.groups import GroupState
 from telescope.runlog import checkpoints
-from telescope.runlog.eval_words import describe_interval
+from telescope.runlog.eval_words import describe_reward
 from telescope.runlog.files import DamagedFile, read_bytes, read_json
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.opening import RunLook, look, read_or_note
@@ -50,6 +52,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str = ""
     """`model.name`"""
+    embedded: bool = False
+    """It ships with Telescope, and is small enough for any machine's CPU."""
     number_of_steps: int | None = None
     learning_rate: float | None = None
     group_size: int | None = None
@@ -132,8 +136,8 @@ class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[int, ...]
     error: float | None
     """Standard error of the last reward."""
-    interval: str = ""
-    """At 95 %, of the last; where it is known."""
+    words: str
+    """The last reward with how sure it is, as at the end of a run (`eval_words`)."""
     prompts: int | None = None
     """Of the last."""
 
@@ -207,6 +211,10 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Of the command line that began the run; None where it is not known, or was one that went on with it."""
     checkpoints: tuple[int, ...] = ()
     """Steps that the run can go on from."""
+    saved: tuple[int, ...] = ()
+    """Steps whose weights are saved, with what a run needs to go on or without."""
+    best_version: int | None = None
+    """Of the weights, in the middle of where the reward was best."""
     curves: tuple[NumberCurve, ...] = ()
     reward_unfinished: int = 0
     """Rollouts that count in no reward: cancelled, failed, or under way at the end."""
@@ -243,7 +251,9 @@ def read_figures(run: RunDirectory, state: str, samples: int) -> RunFigures:
     times = read_times(newest, list(steps.values()), rollouts)
     wrong, right, chosen_from = read_samples(run, damaged, settings.pass_above, samples)
     metrics = [_metrics_of(row) for row in steps.values()]
-    whole = [_metrics_of(row) for row in policy.values() if not row.get("cut_off")] or [*map(_metrics_of, policy.values())]
+    whole_rows = [row for row in policy.values() if not row.get("cut_off")] or [*policy.values()]
+    whole = [*map(_metrics_of, whole_rows)]
+    curves = tuple(make_curves(metrics, whole, settings.environments))
     return RunFigures(
         run_dir=str(run.path),
         state=state,
@@ -252,8 +262,10 @@ def read_figures(run: RunDirectory, state: str, samples: int) -> RunFigures:
         not_ready=seen.status.missing if seen.status.state == "starting" else (),
         settings=settings,
         arguments=read_arguments(run, seen, damaged),
-        checkpoints=tuple(_list_ways_on(run, settings)),
-        curves=tuple(make_curves(metrics, whole, settings.environments)),
+        checkpoints=tuple(_list_checkpoints(run, settings, checkpoints.steps_with_state)),
+        saved=tuple(_list_checkpoints(run, settings, checkpoints.steps)),
+        best_version=_find_best_version(curves, whole_rows),
+        curves=curves,
         reward_unfinished=int(sum(one.get("reward/policy/unfinished", 0) for one in map(_metrics_of, policy.values()))),
         groups=groups,
         environments=tuple(
@@ -292,6 +304,7 @@ def read_run_settings(run: RunDirectory, damaged: list[DamagedFile]) -> RunSetti
     model = section("model").get("name")
     return RunSettings(
         model=model if isinstance(model, str) else "",
+        embedded=model in embedded_models(),
         number_of_steps=_whole(held, "number_of_steps"),
         learning_rate=_number(trainer, "learning_rate"),
         group_size=_whole(rollout, "group_size"),
@@ -332,10 +345,10 @@ def read_arguments(run: RunDirectory, seen: RunLook, damaged: list[DamagedFile])
     return tuple(word for word in words[place:] if not word.startswith("run_dir="))
 
 
-def _list_ways_on(run: RunDirectory, settings: RunSettings) -> list[int]:
-    """By the folders themselves: rows tell also of weights alone, and of what was deleted since."""
+def _list_checkpoints(run: RunDirectory, settings: RunSettings, which: Callable[[Path], list[int]]) -> list[int]:
+    """By the folders themselves: rows tell also of what was deleted since."""
     try:
-        return checkpoints.steps_with_state(checkpoints.root(run, settings.checkpoint_dir))
+        return which(checkpoints.root(run, settings.checkpoint_dir))
     except OSError:  # advice does without
         return []
 
@@ -386,6 +399,13 @@ def make_curves(
     for name, values in of_steps:
         if curve := make_curve(name, [value for value in values if value is not None]):
             yield curve
+
+
+def _find_best_version(curves: Iterable[NumberCurve], rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """`rows`: of versions, those that the curve of the reward is made of."""
+    reward = next((curve for curve in curves if curve.name == "reward/policy"), None)
+    known = [row["version"] for row in rows if "reward/policy" in _metrics_of(row)]
+    return known[reward.best_at] if reward is not None and reward.count == len(known) else None
 
 
 def _make_form(label: str, policy: Sequence[Mapping[str, float]]) -> NumberCurve | None:
@@ -562,9 +582,7 @@ def read_evals(run: RunDirectory, damaged: list[DamagedFile]) -> Iterator[EvalFi
         if curve is not None:
             last = by_step[steps[-1]]
             error, prompts = _number(last, "reward_error"), _whole(last, "prompts")
-            yield EvalFigures(
-                name=name, reward=curve, steps=steps, error=error, prompts=prompts, interval=describe_interval(last)
-            )
+            yield EvalFigures(name=name, reward=curve, steps=steps, error=error, prompts=prompts, words=describe_reward(last))
 
 
 def read_alerts(newest: _NewestRows) -> tuple[RepeatedAlert, ...]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from telescope.cli.show.advice import LONG_IDLE, Advice, count_versions, is_flat, is_higher
-from telescope.cli.show.curves import ASCII_BLOCKS, BLOCKS, BUCKETS, NumberCurve, draw
+from telescope.cli.show.advice import LONG_IDLE, Advice, count_versions, has_fallen, is_higher, is_unclear
+from telescope.cli.show.curves import ASCII_BLOCKS, BLOCKS, BUCKETS, EDGE, NumberCurve, draw
 from telescope.cli.show.figures import NEWEST, EnvironmentFigures, RunFigures, ShownSample
 
 NARROWEST = 80
@@ -107,11 +107,15 @@ def describe_reward(figures: RunFigures) -> str:
         return f"{moved}."
     noise = f"{reward.change:+.2g}, noise ±{2 * reward.error:.2g}"
     if is_higher(reward):
-        return f"{moved}: higher ({noise})."
-    if not is_flat(reward):
-        return f"{moved}: too few to judge ({noise})."
-    lower = reward.change < -2 * reward.error
-    return f"{moved}: {'lower' if lower else 'no change that is more than noise'} ({noise})."
+        fallen = f", and it has fallen from {_short(reward.best)}" if has_fallen(reward) else ""
+        return f"{moved}: higher{fallen} ({noise})."
+    if is_unclear(reward):
+        return f"{moved}: {'too few' if reward.count < 2 * EDGE else 'too much noise'} to judge ({noise})."
+    if reward.change < -2 * reward.error:
+        return f"{moved}: lower ({noise})."
+    if has_fallen(reward):
+        return f"{moved}: it has fallen from {_short(reward.best)} ({noise})."
+    return f"{moved}: no change that is more than noise ({noise})."
 
 
 # ---- curves
@@ -144,13 +148,10 @@ def _describe_evals(figures: RunFigures, style: PageStyle) -> Iterator[str]:
     for found in figures.evals[:MOST_LINES]:
         yield _describe_curve(found.reward, style)
         prompts = "" if found.prompts is None else f" over {found.prompts} prompt{'s' * (found.prompts != 1)}"
-        error = "" if found.error is None else f", standard error of the last {_short(found.error)}{prompts}"
-        if found.error == 0:  # all prompts are alike, which says nothing of how sure the reward is
-            error = f", 95 % interval of the last {found.interval or 'unknown'}{prompts}"
         times = f"once, at step {found.steps[0]}" if len(found.steps) == 1 else (
             f"{len(found.steps)} times, steps {found.steps[0]} to {found.steps[-1]}"
         )  # fmt: skip
-        yield f"    {times}{error}"
+        yield f"    {times}; the last: {found.words}{prompts}"
     if len(figures.evals) > MOST_LINES:
         yield f"  {len(figures.evals) - MOST_LINES} more"
 

@@ -163,6 +163,7 @@ class CodeGeneration(SingleTurn):
         if self.eval_split is not None:
             held = train if self.eval_split == self.train_split else source.rows(self.eval_split, columns)
             return {"train": self._make_prompts(train), "eval": self._make_prompts(held)}
+        # The key is one for all tasks of this kind, and stays: another would hold out other rows of a run that goes on.
         rest, held_out = hold_out(self._make_prompts(train), self.held_out, "code_generation", self.seed, "held out")
         return {"train": rest, "eval": held_out}
 

@@ -1,6 +1,6 @@
 """How far a server's start is, by what its log says: vLLM's lines in words for a person who waits.
 
-Pure: text in, words out. Knows the lines of vLLM 0.25 to 0.32 and of our own engine; imports neither.
+Pure: text in, words out. Knows the lines of vLLM 0.25 to 0.32, of huggingface_hub and of our own engine; imports none of them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,24 @@ _PHASES = tuple(
         (r"telescope\.inference\.vllm\.engine: updates are|telescope\.inference\.vllm\.logprob_path", "warming up"),
     )
 )
+_DOWNLOAD = re.compile(r"(?:Fetching \d+ files|Downloading\b[^:|]*|[\w.-]+\.(?:safetensors|bin|json|txt|model|jinja)): +(\d+)%")
+"""What huggingface_hub writes: of all files, and of one."""
+_ENGINE_LINE = re.compile(r"\[\w+\.py:\d+\]|\((?:EngineCore|Worker|APIServer)\b")
+"""How vLLM's lines begin."""
 BEGINNING = "starting its engine"
 
 
 def describe_server_start(lines: list[str]) -> str:
-    """The newest phase that the log's lines tell: `loading weights, 3 of 8 files`; `BEGINNING` before any; empty where the log
-    has no line."""
-    told = next((words for line in reversed(lines) if (words := _describe_line(line))), BEGINNING)
-    return told if lines else ""
+    """The newest phase that the log's lines tell: `loading weights, 3 of 8 files`. Before any: `BEGINNING` where vLLM has a
+    line, which a download precedes; else the newest line itself. Empty where the log has no line."""
+    has_engine = False
+    for line in reversed(lines):
+        if words := _describe_line(line):
+            return words
+        has_engine = has_engine or bool(_ENGINE_LINE.search(line))
+        if not has_engine and (found := _DOWNLOAD.search(line)):
+            return f"downloading the model, {found[1]} %"
+    return BEGINNING if has_engine else lines[-1] if lines else ""
 
 
 def _describe_line(line: str) -> str:
