@@ -228,14 +228,15 @@ def test_the_tables_room_is_its_share_of_what_a_token_takes():
 
 class Workers:
     def __init__(self, cause: str = "", *, lacking: bool = False) -> None:
-        self.cause, self.lacking, self.taken = cause, lacking, 0
+        self.cause, self.lacking = cause, lacking
+        self.asked: list[list[str]] = []
 
     async def __call__(self, method: str, *arguments: Any) -> list[Any]:
         await asyncio.sleep(0)
         if method == SHAPE:
             return [(self.cause, 2, 8, 2), ("", 0, 0, 0)]
         assert method == TAKE
-        self.taken += 1
+        self.asked.append([name for name, _ in arguments[0]])
         found = [np.array(expected(int(name), tokens), np.uint8) for name, tokens in arguments[0]]
         if self.lacking:
             found[0][1, 1] = MARK
@@ -251,8 +252,21 @@ async def test_answers_that_end_together_come_by_one_question_and_their_last_tok
         assert found[:-1].tolist() == expected(name, tokens - 1)
         assert (found[-1] == MARK).all()
         assert (found.shape, found.dtype) == ((tokens, 2, 2), np.uint8)
-    assert workers.taken <= 2
+    assert len(workers.asked) <= 2
     path.check_trial()
+
+
+async def test_a_question_asks_for_so_many_bytes_and_who_is_left_comes_with_the_next(monkeypatch: pytest.MonkeyPatch):
+    """4 bytes a token: answers of 3 tokens, but for the last one's, are 8. One alone may be more."""
+    monkeypatch.setattr("telescope.inference.vllm.batched_take.QUESTION_BYTES", 16)
+    workers = Workers()
+    path = RoutingPath(workers)
+    await path.open()
+    names = [*map(str, range(1, 6)), "6"]
+    found = await asyncio.gather(*(path.of(name, 9 if name == "6" else 3) for name in names))
+    assert workers.asked == [["1", "2"], ["3", "4"], ["5"], ["6"]]
+    for name, one in zip(names, found, strict=True):
+        assert one[:-1].tolist() == expected(int(name), len(one) - 1)
 
 
 async def test_a_server_that_can_not_record_refuses_to_start_and_names_the_setting():
