@@ -179,6 +179,25 @@ def test_who_is_preempted_loses_nothing_and_is_recorded_anew_where_it_comes_back
     assert kept.take("5", 8).tolist() == expected(5, 8)
 
 
+def test_who_begins_again_in_the_order_that_preempts_it_is_not_copied(
+    pair: tuple[Worker, KeptRouting], monkeypatch: pytest.MonkeyPatch
+):
+    """As all do where new weights have them computed again."""
+    worker, kept = pair
+    worker.step({"1": (0, 6), "2": (0, 3)}, new={"1": [2, 3], "2": [4]})
+    copied: list[str] = []
+    monkeypatch.setattr(kept, "_copied", lambda name, stream: copied.append(name))
+    if hasattr(worker.model_runner, "req_states"):
+        worker.step({"1": (0, 7), "2": (0, 4)}, new={"1": [0, 1], "2": [5]}, preempted=("1", "2"))
+    else:
+        worker.step({"1": (0, 7), "2": (0, 4)}, added={"1": [0, 1], "2": [5]}, resumed=("1", "2"), preempted=("1", "2"))
+    assert copied == []
+    monkeypatch.undo()
+    assert kept.take("1", 7).tolist() == expected(1, 7)
+    worker.step({"1": (7, 1)}, preempted=("2",))
+    assert kept.take("2", 4).tolist() == expected(2, 4)
+
+
 def test_what_no_router_tells_has_the_mark_and_never_what_was_there_before():
     worker = Worker()
     kept = keep_routing(worker, cache())

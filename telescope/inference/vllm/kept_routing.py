@@ -78,11 +78,13 @@ class KeptRouting:
 
     def begin_step(self, order: Any) -> None:
         """Follow the blocks of vLLM's SchedulerOutput, before any of them has a new owner's values."""
-        for name in (*order.finished_req_ids, *(getattr(order, "preempted_req_ids", None) or ())):
+        going_on = order.scheduled_cached_reqs
+        begun = {new.req_id for new in order.scheduled_new_reqs} | set(going_on.resumed_req_ids)
+        preempted = set(getattr(order, "preempted_req_ids", None) or ())
+        for name in (*order.finished_req_ids, *(preempted - begun)):  # who begins again is recorded anew: nothing is copied
             self._end(name)
         for new in order.scheduled_new_reqs:
             self._begin(new.req_id, new.block_ids)
-        going_on = order.scheduled_cached_reqs
         for name, added in zip(going_on.req_ids, going_on.new_block_ids, strict=True):
             if name in going_on.resumed_req_ids:
                 self._begin(name, added)
