@@ -67,7 +67,8 @@ class Worker:
         self.model_runner = Runner(self.routers, newer=newer)
         sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "use_ubatching": False, **parallel}
         self.vllm_config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=32), parallel_config=SimpleNamespace(**sizes),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=32, max_num_seqs=2),
+            model_config=SimpleNamespace(max_model_len=7), parallel_config=SimpleNamespace(**sizes),
             speculative_config=None,
         )  # fmt: skip
         self.blocks: dict[int, list[int]] = {}
@@ -209,8 +210,27 @@ def test_what_no_router_tells_has_the_mark_and_never_what_was_there_before():
     assert (found[:, 1] == MARK).all()
 
 
+def test_as_many_ended_requests_are_kept_as_may_run_and_who_was_dropped_is_told_of_with_its_bytes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Two requests of 7 tokens, which take 8 places, may run: 64 bytes."""
+    monkeypatch.setattr("telescope.inference.vllm.kept_copies.ENDED_BYTES", 0)
+    worker = Worker()
+    kept = keep_routing(worker, cache())
+    worker.step({"1": (0, 7), "2": (0, 7)}, new={"1": [0, 1], "2": [0, 2]})
+    worker.step({"3": (0, 4), "4": (0, 4)}, new={"3": [4], "4": [5]}, finished=("1", "2"))
+    assert kept.take("2", 7)[4:].tolist() == expected(2, 7)[4:]
+    worker.step({"5": (0, 4)}, new={"5": [6]}, finished=("3",))
+    worker.step({"6": (0, 4)}, new={"6": [7]}, finished=("4", "5"))
+    assert caplog.messages == [], "nobody has asked for it: it may have been called off"
+    assert (kept.take("1", 7) == MARK).all()
+    assert (kept.take("stranger", 7) == MARK).all()
+    (said,) = caplog.messages
+    assert "was dropped, 32 bytes, since ended requests had more than 64" in said
+
+
 def test_more_than_255_experts_take_two_bytes():
-    kept = KeptRouting(RoutersShape(1, 300, 1), 4, 2, BLOCK, CPU)
+    kept = KeptRouting(RoutersShape(1, 300, 1), 4, 2, BLOCK, CPU, running_tokens=8)
     kept.writer(0)(torch.tensor([[299], [256]]))
     kept.end_step(torch.tensor([0, 1]))
     kept._blocks["1"] = [0]

@@ -13,6 +13,9 @@ Owns the buffer, the table, and which blocks a request has (`KeptRouting`), how 
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,8 +28,10 @@ from telescope.inference.vllm.kept_copies import CannotKeep, EndedRequests, Host
 from telescope.maths import routing
 from telescope.weights.device_streams import new_stream
 
-SHARERS = 4
-"""Requests that have a block of the KV cache in common, as a guess; each has a copy of its own when it ends."""
+SAID_EVERY_S = 10.0
+"""How often at most it is said that records were dropped."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,13 @@ class KeptRouting:
     model.
 
     A place that no router wrote to has the mark of what is not recorded. A request that is preempted loses its blocks: what was
-    there is kept as that of one that ended, until it runs again.
+    there is kept as that of one that ended, until it runs again. `running_tokens`: of the requests that run, at most; each has
+    a copy of its own when it ends, also of blocks that it shares.
     """
 
-    def __init__(self, shape: RoutersShape, tokens: int, blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: RoutersShape, tokens: int, blocks: int, block_size: int, device: torch.device, *, running_tokens: int
+    ) -> None:
         dtype = torch.uint8 if shape.dtype == np.uint8 else torch.int16
         self.shape = shape
         self._mark = routing.unrecorded(shape.dtype)
@@ -63,10 +71,11 @@ class KeptRouting:
         self._table = torch.full((blocks, block_size, *place), self._mark, dtype=dtype, device=device)
         self._blocks: dict[str, list[int]] = {}
         """Of requests that run, in order of their positions."""
-        self._ended = EndedRequests(SHARERS * self._table.nbytes)
+        self._ended = EndedRequests(running_tokens * shape.token_bytes)
         self._taken: set[str] = set()
         """Those of whom all was taken while they still had their blocks."""
         self._aside = new_stream(device)
+        self._said_s = -math.inf
 
     def writer(self, layer: int) -> Callable[[torch.Tensor], None]:
         """What the router of a layer, counted from 0, calls with its choice [tokens, K]."""
@@ -105,11 +114,24 @@ class KeptRouting:
         if name in self._blocks:
             self._taken.add(name)
             pieces = [self._copied(name, self._aside)]
+        elif not pieces:
+            self._warn_of_dropped(name)
         for piece in pieces:
             found = piece.read()
             found = found.reshape(-1, *found.shape[2:])[:tokens]
             taken[: len(found)] = found
         return taken
+
+    def _warn_of_dropped(self, name: str) -> None:
+        nbytes, now = self._ended.find_dropped(name), time.monotonic()
+        if nbytes and now - self._said_s >= SAID_EVERY_S:
+            self._said_s = now
+            log.warning(
+                "the recorded routing of an answer was dropped, %d bytes, since ended requests had more than %d and "
+                "its server asked too late (has it CPU cores enough?): the trainer chooses the experts of its tokens",
+                nbytes,
+                self._ended.most,
+            )
 
     def _begin(self, name: str, blocks: Sequence[Sequence[int]]) -> None:
         self._ended.forget(name)
@@ -164,7 +186,10 @@ def keep_routing(worker: Any, kv_cache_config: Any) -> KeptRouting:
     slots = _slots_of(runner)
     tokens = config.scheduler_config.max_num_batched_tokens + config.parallel_config.tensor_parallel_size  # some pad to it
     device = torch.device(worker.device or "cpu")
-    kept = KeptRouting(shape_of(routers), tokens, kv_cache_config.num_blocks, block_size, device)
+    longest = -(-config.model_config.max_model_len // block_size) * block_size
+    running = config.scheduler_config.max_num_seqs * longest
+    shape = shape_of(routers)
+    kept = KeptRouting(shape, tokens, kv_cache_config.num_blocks, block_size, device, running_tokens=running)
     for layer, router in enumerate(routers):
         router.set_capture_fn(kept.writer(layer))
     execute = worker.execute_model
