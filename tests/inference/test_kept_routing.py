@@ -65,16 +65,17 @@ class Worker:
     def __init__(self, *, newer: bool = False, routers: Sequence[Router | None] | None = None, **parallel: Any) -> None:
         self.routers = [Router(), None, Router()] if routers is None else list(routers)
         self.model_runner = Runner(self.routers, newer=newer)
-        sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "use_ubatching": False, **parallel}
+        sizes = {"tensor_parallel_size": 1, "use_ubatching": False, **parallel}
         self.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=32, max_num_seqs=2),
             model_config=SimpleNamespace(max_model_len=7), parallel_config=SimpleNamespace(**sizes),
             speculative_config=None,
         )  # fmt: skip
         self.blocks: dict[int, list[int]] = {}
+        self.kv_cache_spec: dict[str, Any] = {"one": FullAttentionSpec(), "two": FullAttentionSpec()}
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        return {"one": FullAttentionSpec(), "two": FullAttentionSpec()}
+        return self.kv_cache_spec
 
     def execute_model(self, order: Any) -> str:
         tokens = [(int(name), place) for name, (first, count) in order.ran.items() for place in range(first, first + count)]
@@ -240,7 +241,7 @@ def test_more_than_255_experts_take_two_bytes():
 @pytest.mark.parametrize(
     ("worker", "groups", "why"),
     [
-        (Worker(pipeline_parallel_size=2), 1, r"inference\.vllm\.pipeline_parallel_size=2 spreads a step"),
+        (Worker(prefill_context_parallel_size=2), 1, r"inference\.vllm\.prefill_context_parallel_size=2 spreads a step"),
         (Worker(use_ubatching=True), 1, "use_ubatching cuts a step's tokens"),
         (Worker(routers=[None]), 1, "no layer with experts whose router"),
         (Worker(routers=[Router(), Router(experts=9)]), 1, "different numbers of experts"),
@@ -260,6 +261,9 @@ def test_the_tables_room_is_its_share_of_what_a_token_takes():
     assert shape_of(find_routers(Worker().model_runner.get_model())) == SHAPE_OF_TWO
     assert room(Worker(), 204_000) == 4_000 + 32 * 4
     assert room(Worker(routers=[None]), 204_000) == 0
+    hybrid = Worker()
+    hybrid.kv_cache_spec["three"] = SimpleNamespace(block_size=BLOCK, page_size_bytes=BLOCK * 100)
+    assert room(hybrid, 204_000) == 0, "it will be refused"
 
 
 # ---- the server's end ------------------------------------------------------------------------------------------------

@@ -208,12 +208,18 @@ def keep_routing(worker: Any, kv_cache_config: Any) -> KeptRouting:
 
 
 def room(worker: Any, available: int) -> int:
-    """Bytes of a card's `available` ones, out of which vLLM would make its KV cache, that the table takes beside it."""
+    """Bytes of a card's `available` ones, out of which vLLM would make its KV cache, that the table takes beside it; none
+    where nothing will be kept."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    specs = worker.get_kv_cache_spec().values()
+    if not all(isinstance(spec, FullAttentionSpec) for spec in specs):
+        return 0
     try:
         shape = shape_of(find_routers(worker.model_runner.get_model()))
     except CannotKeep:
         return 0
-    token_bytes = sum(spec.page_size_bytes / spec.block_size for spec in worker.get_kv_cache_spec().values())
+    token_bytes = sum(spec.page_size_bytes / spec.block_size for spec in specs)
     tokens = int(worker.vllm_config.scheduler_config.max_num_batched_tokens)
     return tokens * shape.token_bytes + int(available * shape.token_bytes / (shape.token_bytes + token_bytes))
 
@@ -222,8 +228,7 @@ def _refuse_shares(config: Any) -> None:
     """Raises `CannotKeep` where a worker's routers see other tokens than its step has, or keys and values come from
     elsewhere."""
     parallel = config.parallel_config
-    wide = ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
-    for name in wide:
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise CannotKeep(f"inference.vllm.{name}={getattr(parallel, name)} spreads a step over workers")
     for name in ("use_ubatching", "enable_dbo", "use_sequence_parallel_moe"):
