@@ -3,11 +3,12 @@ ended.
 
 vLLM can tell them itself: 0.32 by its newer model runner alone, request by request in each step, others by a copy off the
 device in each step. Here routers write to a buffer of the step, a CUDA graph's captured ones too, and behind the forward pass
-one copy on the device brings it to a table with a place for each slot of the KV cache. What a request went through lies where
+one copy on the device brings it to a table with a place for each one of the KV cache. What a request went through lies where
 its keys and values lie. So prefixes out of the cache have the record of the request that computed them, the parts of a long
-prompt need no care, and what is computed again is recorded again. When a request ends, its blocks leave by one copy.
+prompt need no care, and what is computed again is recorded again. When a request ends, the record of its KV blocks leaves by
+one copy.
 
-Owns the buffer, the table, and which blocks a request has (`KeptRouting`), how vLLM's two model runners fill them
+Owns the buffer, the table, and which KV blocks a request has (`KeptRouting`), how vLLM's two model runners fill them
 (`keep_routing`), and their room on a card. What of it is right to train on is maths/routing.py's and the trainer's.
 """
 
@@ -55,9 +56,9 @@ class KeptRouting:
     """A table [blocks, block_size, L, K] on `device`, and a step's buffer [tokens, L, K]. Used from the thread that runs the
     model.
 
-    A place that no router wrote to has the mark of what is not recorded. A request that is preempted loses its blocks: what was
-    there is kept as that of one that ended, until it runs again. `running_tokens`: of the requests that run, at most; each has
-    a copy of its own when it ends, also of blocks that it shares.
+    A place that no router wrote to has the mark of what is not recorded. A request that is preempted loses its KV blocks: what
+    was there is kept as that of one that ended, until it runs again. `running_tokens`: of the requests that run, at most; each
+    has a copy of its own when it ends, also of KV blocks that it shares.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class KeptRouting:
         """Of requests that run, in order of their positions."""
         self._ended = EndedRequests(running_tokens * shape.token_bytes)
         self._taken: set[str] = set()
-        """Those of whom all was taken while they still had their blocks."""
+        """Those of whom all was taken while they still had their KV blocks."""
         self._aside = new_stream(device)
         self._said_s = -math.inf
 
@@ -86,7 +87,7 @@ class KeptRouting:
         return write
 
     def begin_step(self, order: Any) -> None:
-        """Follow the blocks of vLLM's SchedulerOutput, before any of them has a new owner's values."""
+        """Follow the KV blocks of vLLM's SchedulerOutput, before any of them has a new owner's values."""
         going_on = order.scheduled_cached_reqs
         begun = {new.req_id for new in order.scheduled_new_reqs} | set(going_on.resumed_req_ids)
         preempted = set(getattr(order, "preempted_req_ids", None) or ())
@@ -101,10 +102,10 @@ class KeptRouting:
                 self._blocks[name].extend(added[0])
         self._step[: order.total_num_scheduled_tokens].fill_(self._mark)
 
-    def end_step(self, slots: torch.Tensor) -> None:
-        """Keep what routers have written of the step's tokens; `slots` [tokens]: their places in the KV cache, on the
+    def end_step(self, places: torch.Tensor) -> None:
+        """Keep what routers have written of the step's tokens; `places` [tokens]: where they lie in the KV cache, on the
         device."""
-        self._table.view(-1, *self._step.shape[1:]).index_copy_(0, slots.long(), self._step[: len(slots)])
+        self._table.view(-1, *self._step.shape[1:]).index_copy_(0, places.long(), self._step[: len(places)])
 
     def take(self, name: str, tokens: int) -> np.ndarray:
         """[tokens, L, K]: of a request's first tokens; what was not kept has the mark. Once: what was taken is forgotten. Their
@@ -139,7 +140,7 @@ class KeptRouting:
         self._blocks[name] = list(blocks[0])
 
     def _end(self, name: str) -> None:
-        """The copy stands in the stream in front of whatever the blocks' next owner writes."""
+        """The copy stands in the stream in front of whatever the KV blocks' next owner writes."""
         if name not in self._blocks:
             return
         if name not in self._taken:
@@ -183,7 +184,7 @@ def keep_routing(worker: Any, kv_cache_config: Any) -> KeptRouting:
     _refuse_shares(config)
     block_size = _block_size(kv_cache_config)
     routers = find_routers(runner.get_model())
-    slots = _slots_of(runner)
+    places = _places_of(runner)
     tokens = config.scheduler_config.max_num_batched_tokens + config.parallel_config.tensor_parallel_size  # some pad to it
     device = torch.device(worker.device or "cpu")
     longest = -(-config.model_config.max_model_len // block_size) * block_size
@@ -200,7 +201,7 @@ def keep_routing(worker: Any, kv_cache_config: Any) -> KeptRouting:
         answer = execute(scheduler_output, *given, **named)
         if count := scheduler_output.total_num_scheduled_tokens:
             with torch.inference_mode():
-                kept.end_step(slots()[:count])
+                kept.end_step(places()[:count])
         return answer
 
     worker.execute_model = execute_and_keep
@@ -241,7 +242,7 @@ def _refuse_shares(config: Any) -> None:
 
 
 def _block_size(kv_cache_config: Any) -> int:
-    """Tokens of a block. Raises `CannotKeep` unless all layers have one kind of KV cache that keeps every token."""
+    """Tokens of a KV block. Raises `CannotKeep` unless all layers have one kind of KV cache that keeps every token."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -250,7 +251,7 @@ def _block_size(kv_cache_config: Any) -> int:
     return int(kinds[0].block_size)
 
 
-def _slots_of(runner: Any) -> Callable[[], torch.Tensor]:
+def _places_of(runner: Any) -> Callable[[], torch.Tensor]:
     """How a step's places in the KV cache are read, in order of its tokens, while its forward pass is the last one launched.
     Raises `CannotKeep`."""
     if hasattr(runner, "req_states"):
