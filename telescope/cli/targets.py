@@ -88,6 +88,7 @@ def make_settings(trained: RunConfig, step: int) -> dict[str, Any]:
         "logging": logging,
         "inference": inference,
         "checkpoint": {},
+        "trainer": {**settings["trainer"], "router_replay": False},
         "evals": entries or {label: {} for label in trained.environments},
     }
     settings["eval"] = {**settings["eval"], "every": None, "num_servers": "auto", "stop_after": None}

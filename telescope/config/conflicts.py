@@ -101,6 +101,11 @@ def _without_trainer(config: RunConfig) -> Iterator[Conflict]:
             f"checkpoint.at_end={config.checkpoint.at_end} saves what trainer ranks hold, and cluster.trainer_num_workers=0: "
             "leave it out",
         )
+    if config.trainer.router_replay:
+        yield Conflict(
+            ("cluster.trainer_num_workers", "trainer.router_replay"),
+            "trainer.router_replay=true is how tokens are trained, and cluster.trainer_num_workers=0 trains none: leave it out",
+        )
 
 
 def _evals(config: RunConfig) -> Iterator[Conflict]:
@@ -463,12 +468,43 @@ def _without_effect(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+WITHOUT_RECORDS = {
+    "enable_return_routed_experts": "has vLLM listen to its routers too, in place of the server's own record",
+    "speculative_config": "has tokens computed and dropped",
+    "kv_transfer_config": "brings keys and values that were computed elsewhere",
+}
+"""Arguments of vLLM's engine with which no whole record of routing is kept, and why."""
+
+
 def _router_replay(config: RunConfig) -> Iterator[Conflict]:
-    if config.trainer.router_replay and config.inference.engine != "vllm":
+    if not config.trainer.router_replay:
+        return
+    if config.inference.engine != "vllm":
         yield Conflict(
             ("trainer.router_replay", "inference.engine"),
             "trainer.router_replay=true trains tokens through the experts that their server recorded, and "
             f"inference.engine={config.inference.engine} has none: set it to false, or use inference=vllm",
+        )
+    for name, why in WITHOUT_RECORDS.items():
+        if given := config.inference.vllm.get(name):
+            yield Conflict(
+                ("trainer.router_replay", f"inference.vllm.{name}"),
+                f"inference.vllm.{name}={_typed(given)} {why}, and trainer.router_replay=true needs the record of every token: "
+                "leave it out, or set trainer.router_replay=false",
+            )
+    if config.backend_name == "fake":
+        yield Conflict(
+            ("trainer.router_replay", "backend"),
+            "trainer.router_replay=true sends tokens through a model's experts, and backend=fake trains no model: set it to "
+            "false, or use backend=fsdp",
+        )
+        return
+    counts = read_counts(config.model.name)
+    if counts is not None and not counts.experts:
+        yield Conflict(
+            ("trainer.router_replay", "model.name"),
+            f"trainer.router_replay=true is for models with experts, and by its config.json model.name={config.model.name} has "
+            "none: set it to false",
         )
 
 

@@ -37,7 +37,7 @@ def find_obstacles_to_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> 
         for path, why in fixed.items()
         if (was := _stepped(old, path)) != (here := _stepped(new, path))
     ]
-    found = [*_trains(old, new), *found, *_rounded(old, new)]
+    found = [*_trains(old, new), *found, *_replays(old, new), *_rounded(old, new)]
     return [*found, *_environments(old.get("environments", {}), new.get("environments", {}))]
 
 
@@ -66,6 +66,15 @@ def _rounded(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"model.dtype={here} was {was} when the run began: the checkpoint's weights and moments would be rounded to it; "
             "set it back, or begin a new run"
+        )
+
+
+def _replays(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """Without it nothing needs a record, so to switch it off is allowed."""
+    if _at(new, "trainer.router_replay") and not _at(old, "trainer.router_replay"):
+        yield (
+            "trainer.router_replay=true was false when the run began: of groups that wait no server recorded the experts; set "
+            "it back, or begin a new run"
         )
 
 

@@ -216,14 +216,22 @@ def make_batch(
         for rank in range(different)
     ]
     shards = tuple(shard for shard in dealt for _ in range(recipe.ranks_a_shard))
-    largest = max(array.nbytes for shard in shards for array in shard.arrays)
-    if largest > MAX_FRAME_BYTES:
-        raise BatchUnusable(
-            f"step {command.step}: an array of {largest:,} bytes for one trainer rank is more than the {MAX_FRAME_BYTES:,} "
-            "that may travel: lower orchestrator.prompts_batch_size_for_trainer or "
-            f"trainer.epochs_per_batch={recipe.epochs} (each epoch is sent), or raise cluster.trainer_num_workers"
-        )
+    _check_size(shards, command.step, recipe.epochs)
     return TrainBatch(command, kept, advantages, filters, counts, shards, turns, _count_truncated(whole, kept))
+
+
+def _check_size(shards: Sequence[Shard], step: int, epochs: int) -> None:
+    """Raises `BatchUnusable` where an array of a rank's part is more than one message may carry."""
+    largest = max((array for shard in shards for array in shard.arrays), key=lambda array: array.nbytes)
+    if largest.nbytes <= MAX_FRAME_BYTES:
+        return
+    routed = largest.ndim == 3
+    what = "the routing that servers recorded with trainer.router_replay=true" if routed else "an array"
+    raise BatchUnusable(
+        f"step {step}: {what} of {largest.nbytes:,} bytes for one trainer rank is more than the {MAX_FRAME_BYTES:,} "
+        "that may travel: lower orchestrator.prompts_batch_size_for_trainer or "
+        f"trainer.epochs_per_batch={epochs} (each epoch is sent), or raise cluster.trainer_num_workers"
+    )
 
 
 def _credit_turns(

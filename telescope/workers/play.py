@@ -105,7 +105,7 @@ class TurnSampler:
         self.waiting += 1
         sampled = await self._ask(self._order, turn, ids, self.make_sampling(turn, max_tokens))
         self.waiting -= 1  # not in a `finally`: where time ran out, it is asked for afterwards
-        return sampled
+        return replace(sampled, routed=None) if self._order.eval else sampled  # nobody trains on an eval's
 
     def make_sampling(self, turn: int, max_tokens: int | None) -> Sampling:
         """How turn `turn` is sampled; `max_tokens` as in `sample`."""

@@ -21,7 +21,7 @@ from telescope.cli.completion import candidates
 from telescope.cli.eval_compare import PromptScore, compare, pair_prompts
 from telescope.cli.eval_jobs import EvalJob, digest_evals, list_jobs
 from telescope.cli.resume import WrongOverride
-from telescope.cli.targets import TargetRefused, describe_key
+from telescope.cli.targets import TargetRefused, describe_key, judge, make_settings
 from telescope.config.evals import list_setup
 from telescope.config.models import model_folder
 from telescope.config.resume import find_obstacles_to_resume
@@ -280,6 +280,12 @@ def test_what_a_killed_export_left_is_swept(tmp_path: Path):
 def test_what_says_when_a_run_is_evaluated_is_not_the_evals_own(tmp_path: Path, changes: dict[str, Any]):
     (job,) = jobs_of(make_run(tmp_path / "run", config(**changes), [2]))
     assert (job.config.eval.num_servers, job.config.eval.stop_after, job.config.checkpoint.keep_best) == ("auto", None, None)
+
+
+def test_a_run_with_router_replay_is_evaluated_without_it():
+    made = config()
+    replayed = made.model_copy(update={"trainer": made.trainer.model_copy(update={"router_replay": True})})
+    assert not judge(make_settings(replayed, 2)).trainer.router_replay
 
 
 @pytest.mark.parametrize("override", ["cluster.trainer_num_workers=1", "+number_of_steps=7", "run_dir=x", "model.name=other"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -202,11 +203,6 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
         ),
         ({"weight_sync": {"pin_memory": False}}, "weight_sync.pin_memory=false is about the memory of weight_sync.cpu_staging"),
         (
-            {"trainer": {"router_replay": True}, "inference": {"engine": "fake"}},
-            "trainer.router_replay=true trains tokens through the experts that their server recorded, and "
-            "inference.engine=fake has none: set it to false, or use inference=vllm",
-        ),
-        (
             {"weight_sync": {"mode": "per_tensor", "bucket_mb": 64}},
             "weight_sync.bucket_mb=64 does nothing with weight_sync.mode=per_tensor",
         ),
@@ -246,6 +242,28 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
 def test_what_does_not_go_together_is_refused_with_the_remedy(container, settings, sentence):
     (only,) = said({**container, **settings})
     assert only.startswith(sentence)
+
+
+def test_what_keeps_router_replay_from_a_record_of_every_token_is_refused(tmp_path: Path):
+    def problems(*overrides: str, experts: int = 8, backend: str = "fsdp") -> str:
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_experts": experts}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))
+        own = ("model=any", f"model.name={tmp_path}", f"backend={backend}", "trainer.router_replay=true")
+        return sentences(compose_one(*own, *overrides))
+
+    assert "router_replay" not in problems()
+    assert "router_replay" not in problems("inference.vllm.enable_return_routed_experts=false")
+    for argument, value in (
+        ("enable_return_routed_experts", "true"), ("speculative_config", "{method: ngram}"), ("kv_transfer_config", "{a: b}"),
+    ):  # fmt: skip
+        found = problems(f"inference.vllm.{argument}={value}")
+        assert f"inference.vllm.{argument}=" in found
+        assert "leave it out, or set trainer.router_replay=false" in found
+    assert "inference.engine=fake has none: set it to false, or use inference=vllm" in problems("inference=fake")
+    assert "backend=fake trains no model: set it to false, or use backend=fsdp" in problems(backend="fake")
+    dense = f"is for models with experts, and by its config.json model.name={tmp_path} has none: set it to false"
+    assert dense in problems(experts=0)
+    assert "cluster.trainer_num_workers=0 trains none: leave it out" in problems("cluster.trainer_num_workers=0")
 
 
 def test_an_algorithms_own_rules_are_said_with_its_section():

@@ -65,15 +65,17 @@ class Worker:
     def __init__(self, *, newer: bool = False, routers: Sequence[Router | None] | None = None, **parallel: Any) -> None:
         self.routers = [Router(), None, Router()] if routers is None else list(routers)
         self.model_runner = Runner(self.routers, newer=newer)
-        sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "use_ubatching": False, **parallel}
+        sizes = {"tensor_parallel_size": 1, "use_ubatching": False, **parallel}
         self.vllm_config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=32), parallel_config=SimpleNamespace(**sizes),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=32, max_num_seqs=2),
+            model_config=SimpleNamespace(max_model_len=7), parallel_config=SimpleNamespace(**sizes),
             speculative_config=None,
         )  # fmt: skip
         self.blocks: dict[int, list[int]] = {}
+        self.kv_cache_spec: dict[str, Any] = {"one": FullAttentionSpec(), "two": FullAttentionSpec()}
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        return {"one": FullAttentionSpec(), "two": FullAttentionSpec()}
+        return self.kv_cache_spec
 
     def execute_model(self, order: Any) -> str:
         tokens = [(int(name), place) for name, (first, count) in order.ran.items() for place in range(first, first + count)]
@@ -179,6 +181,25 @@ def test_who_is_preempted_loses_nothing_and_is_recorded_anew_where_it_comes_back
     assert kept.take("5", 8).tolist() == expected(5, 8)
 
 
+def test_who_begins_again_in_the_order_that_preempts_it_is_not_copied(
+    pair: tuple[Worker, KeptRouting], monkeypatch: pytest.MonkeyPatch
+):
+    """As all do where new weights have them computed again."""
+    worker, kept = pair
+    worker.step({"1": (0, 6), "2": (0, 3)}, new={"1": [2, 3], "2": [4]})
+    copied: list[str] = []
+    monkeypatch.setattr(kept, "_copied", lambda name, stream: copied.append(name))
+    if hasattr(worker.model_runner, "req_states"):
+        worker.step({"1": (0, 7), "2": (0, 4)}, new={"1": [0, 1], "2": [5]}, preempted=("1", "2"))
+    else:
+        worker.step({"1": (0, 7), "2": (0, 4)}, added={"1": [0, 1], "2": [5]}, resumed=("1", "2"), preempted=("1", "2"))
+    assert copied == []
+    monkeypatch.undo()
+    assert kept.take("1", 7).tolist() == expected(1, 7)
+    worker.step({"1": (7, 1)}, preempted=("2",))
+    assert kept.take("2", 4).tolist() == expected(2, 4)
+
+
 def test_what_no_router_tells_has_the_mark_and_never_what_was_there_before():
     worker = Worker()
     kept = keep_routing(worker, cache())
@@ -190,8 +211,27 @@ def test_what_no_router_tells_has_the_mark_and_never_what_was_there_before():
     assert (found[:, 1] == MARK).all()
 
 
+def test_as_many_ended_requests_are_kept_as_may_run_and_who_was_dropped_is_told_of_with_its_bytes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Two requests of 7 tokens, which take 8 places, may run: 64 bytes."""
+    monkeypatch.setattr("telescope.inference.vllm.kept_copies.ENDED_BYTES", 0)
+    worker = Worker()
+    kept = keep_routing(worker, cache())
+    worker.step({"1": (0, 7), "2": (0, 7)}, new={"1": [0, 1], "2": [0, 2]})
+    worker.step({"3": (0, 4), "4": (0, 4)}, new={"3": [4], "4": [5]}, finished=("1", "2"))
+    assert kept.take("2", 7)[4:].tolist() == expected(2, 7)[4:]
+    worker.step({"5": (0, 4)}, new={"5": [6]}, finished=("3",))
+    worker.step({"6": (0, 4)}, new={"6": [7]}, finished=("4", "5"))
+    assert caplog.messages == [], "nobody has asked for it: it may have been called off"
+    assert (kept.take("1", 7) == MARK).all()
+    assert (kept.take("stranger", 7) == MARK).all()
+    (said,) = caplog.messages
+    assert "was dropped, 32 bytes, since ended requests had more than 64" in said
+
+
 def test_more_than_255_experts_take_two_bytes():
-    kept = KeptRouting(RoutersShape(1, 300, 1), 4, 2, BLOCK, CPU)
+    kept = KeptRouting(RoutersShape(1, 300, 1), 4, 2, BLOCK, CPU, running_tokens=8)
     kept.writer(0)(torch.tensor([[299], [256]]))
     kept.end_step(torch.tensor([0, 1]))
     kept._blocks["1"] = [0]
@@ -201,7 +241,7 @@ def test_more_than_255_experts_take_two_bytes():
 @pytest.mark.parametrize(
     ("worker", "groups", "why"),
     [
-        (Worker(pipeline_parallel_size=2), 1, r"inference\.vllm\.pipeline_parallel_size=2 spreads a step"),
+        (Worker(prefill_context_parallel_size=2), 1, r"inference\.vllm\.prefill_context_parallel_size=2 spreads a step"),
         (Worker(use_ubatching=True), 1, "use_ubatching cuts a step's tokens"),
         (Worker(routers=[None]), 1, "no layer with experts whose router"),
         (Worker(routers=[Router(), Router(experts=9)]), 1, "different numbers of experts"),
@@ -221,6 +261,9 @@ def test_the_tables_room_is_its_share_of_what_a_token_takes():
     assert shape_of(find_routers(Worker().model_runner.get_model())) == SHAPE_OF_TWO
     assert room(Worker(), 204_000) == 4_000 + 32 * 4
     assert room(Worker(routers=[None]), 204_000) == 0
+    hybrid = Worker()
+    hybrid.kv_cache_spec["three"] = SimpleNamespace(block_size=BLOCK, page_size_bytes=BLOCK * 100)
+    assert room(hybrid, 204_000) == 0, "it will be refused"
 
 
 # ---- the server's end ------------------------------------------------------------------------------------------------
@@ -228,14 +271,15 @@ def test_the_tables_room_is_its_share_of_what_a_token_takes():
 
 class Workers:
     def __init__(self, cause: str = "", *, lacking: bool = False) -> None:
-        self.cause, self.lacking, self.taken = cause, lacking, 0
+        self.cause, self.lacking = cause, lacking
+        self.asked: list[list[str]] = []
 
     async def __call__(self, method: str, *arguments: Any) -> list[Any]:
         await asyncio.sleep(0)
         if method == SHAPE:
             return [(self.cause, 2, 8, 2), ("", 0, 0, 0)]
         assert method == TAKE
-        self.taken += 1
+        self.asked.append([name for name, _ in arguments[0]])
         found = [np.array(expected(int(name), tokens), np.uint8) for name, tokens in arguments[0]]
         if self.lacking:
             found[0][1, 1] = MARK
@@ -251,8 +295,21 @@ async def test_answers_that_end_together_come_by_one_question_and_their_last_tok
         assert found[:-1].tolist() == expected(name, tokens - 1)
         assert (found[-1] == MARK).all()
         assert (found.shape, found.dtype) == ((tokens, 2, 2), np.uint8)
-    assert workers.taken <= 2
+    assert len(workers.asked) <= 2
     path.check_trial()
+
+
+async def test_a_question_asks_for_so_many_bytes_and_who_is_left_comes_with_the_next(monkeypatch: pytest.MonkeyPatch):
+    """4 bytes a token: answers of 3 tokens, but for the last one's, are 8. One alone may be more."""
+    monkeypatch.setattr("telescope.inference.vllm.batched_take.QUESTION_BYTES", 16)
+    workers = Workers()
+    path = RoutingPath(workers)
+    await path.open()
+    names = [*map(str, range(1, 6)), "6"]
+    found = await asyncio.gather(*(path.of(name, 9 if name == "6" else 3) for name in names))
+    assert workers.asked == [["1", "2"], ["3", "4"], ["5"], ["6"]]
+    for name, one in zip(names, found, strict=True):
+        assert one[:-1].tolist() == expected(int(name), len(one) - 1)
 
 
 async def test_a_server_that_can_not_record_refuses_to_start_and_names_the_setting():

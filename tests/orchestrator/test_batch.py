@@ -152,6 +152,25 @@ def test_recorded_routing_goes_along_and_what_has_none_is_marked(store: RolloutS
     assert (found[owners != 50] == 255).all()
 
 
+def test_routing_that_is_more_than_may_travel_is_refused_with_its_setting_and_its_bytes(
+    store: RolloutStore, monkeypatch: pytest.MonkeyPatch
+):
+    for rollout in store.take([20, 21, 50, 51, 52]):
+        rollout.branches = tuple(
+            msgspec.structs.replace(branch, routed=np.full((len(branch.ids), 8, 2), 4, np.uint8)) for branch in rollout.branches
+        )
+    recipe = Recipe(RLOO(), group_size=3, max_tokens=10)
+    (shard,) = make_batch(TRAIN, store, recipe, ranks=1).shards
+    *others, routed = (array.nbytes for array in shard.arrays)
+    assert routed > max(others)
+    monkeypatch.setattr("telescope.orchestrator.batch.MAX_FRAME_BYTES", routed - 1)
+    with pytest.raises(
+        BatchUnusable, match=rf"step 6: .* trainer\.router_replay=true of {routed} bytes .* raise cluster\.trainer_num_workers"
+    ):
+        make_batch(TRAIN, store, recipe, ranks=1)
+    make_batch(TRAIN, store, recipe, ranks=2)
+
+
 def test_ranks_that_share_rows_get_the_same_trajectories(store: RolloutStore):
     """Four ranks in pairs: what two ranks would get, twice each."""
     two = make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=2)

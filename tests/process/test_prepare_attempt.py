@@ -611,6 +611,18 @@ def test_backends_whose_checkpoints_are_alike_read_each_others_where_adamw_wrote
     ]
 
 
+def test_router_replay_is_not_switched_on_since_groups_that_wait_have_no_record():
+    off, on = (
+        config(trainer={"router_replay": replays}, inference={"engine": "vllm"}).model_dump(mode="json")
+        for replays in (False, True)
+    )
+    assert find_obstacles_to_resume(off, on) == [
+        "trainer.router_replay=true was false when the run began: of groups that wait no server recorded the experts; set it "
+        "back, or begin a new run"
+    ]
+    assert find_obstacles_to_resume(on, off) == find_obstacles_to_resume(on, on) == []
+
+
 @pytest.mark.parametrize(("was", "here"), [("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "bfloat16")])
 def test_weights_that_would_be_rounded_to_another_precision_are_refused(was: str, here: str):
     old, new = (config(model={"dtype": dtype, "lora": {"rank": 8}}).model_dump(mode="json") for dtype in (was, here))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
@@ -104,6 +105,22 @@ async def test_branches_follow_one_another_in_the_frames(template: ChatTemplate)
     assert done.branch_lengths == (6, 10)
     assert arrays[1].tolist() == [0, 0, 0, 1, 1, 1] + [0] * 7 + [1, 1, 1]
     assert arrays[0].tolist() == [4, 72, 5, 72, 71, 1, 4, 72, 4, 71, 4, 73, 5, 72, 71, 1]
+
+
+@pytest.mark.parametrize(("name", "carried"), [("", True), ("math", False)])
+async def test_recorded_routing_goes_along_with_what_may_be_trained_and_not_with_an_eval(
+    template: ChatTemplate, name: str, carried: bool
+) -> None:
+    answer = answering(template, "ba")
+
+    async def ask(order: RolloutOrder, turn: int, prompt: np.ndarray, sampling: Sampling) -> Sampled:
+        sampled = await answer(order, turn, prompt, sampling)
+        return replace(sampled, routed=np.full((len(prompt) + len(sampled.ids), 2, 3), 5, np.uint8))
+
+    played = msgspec.structs.replace(order(), eval=name)
+    done, arrays = await play(played, loaded(Task()), PromptCache(template), LIMITS, ask)
+    assert isinstance(done, RolloutResult)
+    assert [array.shape for array in arrays[4:]] == [(len(arrays[0]), 2, 3)] * carried
 
 
 async def test_turns_of_a_rollout_draw_from_different_seeds() -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 Call = Callable[..., Awaitable[list[Any]]]
 """Of a method of all workers, by name; the driver's answer is the first."""
+QUESTION_BYTES = 64 * 2**20
+"""Most that one question asks for, unless one request alone has more: the engine's step waits while it is copied."""
 
 
 class BatchedTake:
-    """Used from one event loop. All who come while a question is under way are asked for by the next: each costs the engine
-    part of a step."""
+    """Used from one event loop. All who come while a question is under way are asked for by the next, up to
+    `QUESTION_BYTES`: each costs the engine part of a step."""
 
     def __init__(self, call: Call, method: str) -> None:
         self._call = call
@@ -38,9 +40,21 @@ class BatchedTake:
             self._wanted.pop(name, None)
         return found
 
+    def _take_turn(self) -> dict[str, tuple[tuple[int, ...], int]]:
+        """Those whom the next question is about, the first to come first; who is left comes with the one after it."""
+        turn, asked = dict[str, tuple[tuple[int, ...], int]](), 0
+        for name, (which, nbytes) in self._wanted.items():
+            if turn and asked + nbytes > QUESTION_BYTES:
+                break
+            turn[name] = which, nbytes
+            asked += nbytes
+        for name in turn:
+            del self._wanted[name]
+        return turn
+
     async def _ask(self) -> None:
         try:
-            wanted, self._wanted = self._wanted, {}
+            wanted = self._take_turn()
             (answer, *_) = await self._call(self._method, [[name, *which] for name, (which, _) in wanted.items()])
             rest = memoryview(answer)
             for name, (_, nbytes) in wanted.items():

@@ -15,6 +15,8 @@ import torch
 ENDED_BYTES = 256 * 2**20
 """Most that copies of ended requests may hold, beside what those that run may bring at once; the oldest go first. Nobody asks
 for a request that was called off."""
+NAMES = 10_000
+"""Of dropped ones that are remembered, the latest."""
 
 
 class CannotKeep(Exception):
@@ -57,22 +59,31 @@ class EndedRequests:
     """Copies of each ended request, by vLLM's name of it. `running_bytes`: what those that run may bring at once."""
 
     def __init__(self, running_bytes: int = 0) -> None:
-        self._most = ENDED_BYTES + running_bytes
+        self.most = ENDED_BYTES + running_bytes
         self._ended: OrderedDict[str, list[HostCopy]] = OrderedDict()
         self._held = 0
+        self._dropped: OrderedDict[str, int] = OrderedDict()
 
     def keep(self, name: str, pieces: list[HostCopy]) -> None:
+        self._dropped.pop(name, None)
         self._ended[name] = pieces
         self._held += _nbytes(pieces)
-        while self._held > self._most and len(self._ended) > 1:
-            _, dropped = self._ended.popitem(last=False)
-            self._held -= _nbytes(dropped)
+        while self._held > self.most and len(self._ended) > 1:
+            oldest, dropped = self._ended.popitem(last=False)
+            self._dropped[oldest] = _nbytes(dropped)
+            self._held -= self._dropped[oldest]
+        while len(self._dropped) > NAMES:
+            self._dropped.popitem(last=False)
 
     def forget(self, name: str) -> list[HostCopy]:
         """What was kept of it."""
         pieces = self._ended.pop(name, [])
         self._held -= _nbytes(pieces)
         return pieces
+
+    def find_dropped(self, name: str) -> int:
+        """Bytes of a request that were kept, and dropped for others before somebody took them; said once."""
+        return self._dropped.pop(name, 0)
 
 
 def _nbytes(pieces: list[HostCopy]) -> int:

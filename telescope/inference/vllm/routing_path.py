@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from telescope.maths import routing
 
 SHAPE, TAKE = "telescope_routing_shape", "telescope_take_routing"
 REMEDY = "set trainer.router_replay=false: sampler and trainer then route each by itself"
+SAID_EVERY_S = 10.0
+"""How often at most it is said that records lack tokens."""
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,8 @@ class RoutingPath:
         self._dtype = np.dtype(np.uint8)
         self.answers = self.lacking = 0
         """Answers so far, and those of them with a token, but for the last one, that was not recorded in every layer."""
+
+        self._said_s = -math.inf
 
     async def open(self) -> None:
         """Raises `EngineRefused` where the workers keep nothing."""
@@ -49,10 +54,16 @@ class RoutingPath:
         known = np.frombuffer(found, dtype=self._dtype).reshape(-1, *self._place)
         mark = routing.unrecorded(self._dtype)
         lacks = len(known) != read or bool((known == mark).any())
-        if lacks and not self.lacking:
-            log.warning("an answer has tokens whose experts were not recorded, which the trainer will choose by itself")
         self.answers += 1
         self.lacking += lacks
+        if lacks and (now := time.monotonic()) - self._said_s >= SAID_EVERY_S:
+            self._said_s = now
+            log.warning(
+                "%d of %d answers have tokens whose experts were not recorded (unless the worker says that it dropped them), "
+                "which the trainer will choose by itself",
+                self.lacking,
+                self.answers,
+            )
         routed = np.full((tokens, *self._place), mark, self._dtype)
         routed[: len(known)] = known
         return routed
