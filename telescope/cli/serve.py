@@ -30,6 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     """The exit code."""
     asked = _parse(arguments)
     from telescope._launch.held_signals import raise_on_signals
+    from telescope._launch.terminal import say_at_once
     from telescope.cli.resume import WrongOverride
     from telescope.cli.server_process import ServerProcessEnded
     from telescope.cli.start import say
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         say(f"telescope serve: {error}")
         return ERROR
     except Interrupted as interrupted:
-        say("Stopped before it served.")
+        say_at_once("Stopped before it served.\n")
         return 128 + interrupted.number
 
 
@@ -78,12 +79,15 @@ def _serve(target: str, asked: argparse.Namespace, overrides: Sequence[str]) -> 
             key = "" if asked.key_env is None else f" --key-env {asked.key_env}"
             lines = [f"{url}  {ready.name}", "", write_curl(url, ready.name, asked.key_env, chat=chat)]
             lines.append(f"telescope chat --url {url}{key}{'' if chat else ' --raw'}")
-            sys.stdout.write("\n".join(lines) + "\n")
-            sys.stdout.flush()
-            if not chat:
-                say(NO_TEMPLATE)
-            say("Ctrl-C ends it.")
-            server.wait_until_ended()
+
+            def announce() -> None:
+                sys.stdout.write("\n".join(lines) + "\n")
+                sys.stdout.flush()
+                if not chat:
+                    say(NO_TEMPLATE)
+                say("Ctrl-C ends it.")
+
+            server.wait_until_ended(announce)
             say_at_once("Stopping.\n")  # whatever the terminal does, the server and its GPU go
     return DONE
 

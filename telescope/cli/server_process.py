@@ -15,7 +15,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from types import TracebackType
 
@@ -159,9 +159,11 @@ class ServerProcess:
     def _describe_newest(self) -> str:
         return describe_newest(self._run.log(self._plan.name), self._plan.name)
 
-    def wait_until_ended(self) -> int:
-        """The number of the signal that ends the wait. Raises `ServerProcessEnded` where the server ends first."""
-        with self._hear_signals():
+    def wait_until_ended(self, announce: Callable[[], None]) -> int:
+        """The number of the signal that ends the wait. `announce` says that it serves: who has read it may send one. Raises
+        `ServerProcessEnded` where the server ends first."""
+        with self._hear_signals(), unblock_output():
+            announce()
             while not self._heard:
                 self._refuse_ended()
                 self._wait(None)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -317,9 +318,9 @@ def test_serve_prints_the_url_and_the_line_to_type_and_ends_on_ctrl_c(
 ):
     real = ServerProcess.wait_until_ended
 
-    def interrupted(self: ServerProcess) -> int:
+    def interrupted(self: ServerProcess, announce: Callable[[], None]) -> int:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        return real(self)
+        return real(self, announce)
 
     monkeypatch.setattr(ServerProcess, "wait_until_ended", interrupted)
     assert serve.main(["tiny", "cluster.device=cpu"]) == 0
