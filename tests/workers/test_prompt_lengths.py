@@ -123,7 +123,7 @@ def test_a_hundred_thousand_plain_prompts_are_measured_by_a_sample():
     too_long, read, seconds = measured(Texts(texts=("word " * 399 + "last",), times=100_000), 1000)
     assert too_long == 0
     assert read < 257 * 2100
-    assert seconds < 2.0
+    assert seconds < 4.0, "tokenising them all takes 15, and machines differ by two"
 
 
 def test_what_is_no_plain_text_is_tokenised_whatever_the_sample_says():
@@ -139,7 +139,7 @@ def test_prompts_of_megabytes_are_told_by_their_begin():
     too_long, read, seconds = measured(Texts(texts=(plain, plain, short), times=20_000), 1000)
     assert too_long == 40_000
     assert read < 257 * 600
-    assert seconds < 5.0
+    assert seconds < 10.0, "4.4 to 5.8 on one machine within a minute"
     too_long, read, _ = measured(Texts(texts=(odd, short)), 1000)
     assert too_long == 1
     assert read < 3 * 17_000, "16 characters a token of the limit, in the sample and again"
